@@ -7,12 +7,22 @@ _DEVICES = "--xla_force_host_platform_device_count=16"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import gin
-import jax
-import pytest
+import gin  # noqa: E402 after the environment is set
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # A [T] mask that meets a [B, T] array along the wrong axis is an error, not a broadcast.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Dtype promotion stays "standard": optax's Adam raises a float to an int32 step count, which
+# "strict" refuses. Model and sampling tests ask for the `strict_dtypes` fixture instead.
+
+
+@pytest.fixture
+def strict_dtypes():
+    """Refuses implicit dtype promotion, such as bfloat16 * float32, while the test runs."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @pytest.fixture(autouse=True)
