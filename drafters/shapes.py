@@ -15,6 +15,18 @@ LayerKind = Literal["global", "local"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+_POSITIVE = (
+    "vocab_size",
+    "num_layers",
+    "width",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "mlp_width",
+    "context",
+)
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -80,7 +92,9 @@ class Layout(NamedTuple):
         ):
             if not sharded:
                 name, verb = what.split(":")
-                said.append(f"every chip holds all of {name}:{verb} not divide over {self.chips} chips")
+                said.append(
+                    f"every chip holds all of {name}:{verb} not divide over {self.chips} chips"
+                )
         return said
 
 
@@ -131,9 +145,7 @@ class TransformerShape:
     query_scale: float = 0.0
 
     def __post_init__(self):
-        for name in (
-            "vocab_size num_layers width num_heads num_kv_heads head_dim mlp_width context"
-        ).split():
+        for name in _POSITIVE:
             value = getattr(self, name)
             _require(value > 0, f"TransformerShape.{name} must be positive, not {value}")
         _require(
