@@ -1,15 +1,14 @@
 """From logits to tokens: what a request asks for, the distributions it implies and draws from them.
 
-Every distribution that is sampled from or compared, the target's q and the drafter's p alike, is made by
-`penalise` (where a request uses penalties) followed by `warp`. Rows of a batch are independent: a row's result does
-not depend on the other rows, nor on which settings they use.
+Every distribution that is sampled from or compared, the target's q and the drafter's p alike, is
+made by `penalise` (where a request uses penalties) followed by `warp`. Rows of a batch are
+independent: a row's result does not depend on the other rows, nor on which settings they use.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +19,9 @@ from jax import Array, lax
 
 from pipeline.core.errors import UserError
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Requests
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _is_int(value: Any, low: int, high: int) -> bool:
@@ -66,7 +65,10 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda v: _is_tuple_of(v, lambda s: isinstance(s, str) and s != ""),
     ),
     "ignore_eos": ("true or false", lambda v: isinstance(v, bool)),
-    "repetition_penalty": ("a number in [0.01, 100], 1 for off", lambda v: _is_number(v, 0.01, 100)),
+    "repetition_penalty": (
+        "a number in [0.01, 100], 1 for off",
+        lambda v: _is_number(v, 0.01, 100),
+    ),
     "presence_penalty": ("a number in [-2, 2], 0 for off", lambda v: _is_number(v, -2, 2)),
     "frequency_penalty": ("a number in [-2, 2], 0 for off", lambda v: _is_number(v, -2, 2)),
     "logit_bias": (
@@ -81,11 +83,12 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 class SamplingParams:
     """How one request is decoded. Raises ValueError naming field, value and allowed range.
 
-    `seed` and the request alone decide the tokens, whatever else is in the batch. `stop` strings end the text and
-    are not part of it. `ignore_eos` decodes past the end token. Penalties follow the engines people know:
-    `repetition_penalty` as in transformers (prompt and generated tokens; positive logits are divided by it, negative
-    ones multiplied), `presence_penalty` and `frequency_penalty` as in the OpenAI API and vLLM (generated tokens only;
-    subtracted once, and once per occurrence). `logit_bias` is added to the raw logits; `banned_tokens` never occur.
+    `seed` and the request alone decide the tokens, whatever else is in the batch. `stop` strings
+    end the text and are not part of it. `ignore_eos` decodes past the end token. Penalties follow
+    the engines people know: `repetition_penalty` as in transformers (prompt and generated tokens;
+    positive logits are divided by it, negative ones multiplied), `presence_penalty` and
+    `frequency_penalty` as in the OpenAI API and vLLM (generated tokens only; subtracted once, and
+    once per occurrence). `logit_bias` is added to the raw logits; `banned_tokens` never occur.
     """
 
     temperature: float = 1.0
@@ -116,8 +119,9 @@ class SamplingParams:
     def from_json(cls, overrides: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
         """Applies the sampling fields of one input line to `defaults`.
 
-        JSON spells `stop` as a string or a list, `logit_bias` as an object from token id to number. Raises UserError
-        for a field that is not one of ours (it could not be honoured) and for a value out of range.
+        JSON spells `stop` as a string or a list, `logit_bias` as an object from token id to number.
+        Raises UserError for a field that is not one of ours (it could not be honoured) and for a
+        value out of range.
         """
         for name in overrides:
             if name not in _ALLOWED:
@@ -127,27 +131,29 @@ class SamplingParams:
                 )
         try:
             return dataclasses.replace(
-                defaults, **{name: _from_json(value) for name, value in overrides.items()}
+                defaults, **{name: _from_json(name, value) for name, value in overrides.items()}
             )
         except ValueError as error:
             raise UserError(str(error)) from None
 
-    # `stop="text"` in JSON is one stop string; validation turns down every other value that is no tuple.
 
-
-def _from_json(value: Any) -> Any:
-    """JSON's spelling of a field as the dataclass holds it; what does not fit is left for validation to name."""
+def _from_json(name: str, value: Any) -> Any:
+    """A field as the dataclass holds it; what does not fit is left for validation to name."""
     if isinstance(value, list):
         return tuple(value)
-    if isinstance(value, str):
+    if name == "stop" and isinstance(value, str):
         return (value,)
-    if isinstance(value, dict):
+    if name == "logit_bias" and isinstance(value, dict):
         return tuple((int(k) if k.isdecimal() else k, v) for k, v in value.items())
     return value
 
 
-def _column(
-    requests: Sequence[SamplingParams], job: Sequence[SamplingParams], name: str, off: Any, dtype: Any
+def column(
+    requests: Sequence[SamplingParams],
+    job: Sequence[SamplingParams],
+    name: str,
+    off: Any,
+    dtype: Any,
 ) -> Array | None:
     """[B]: each row's setting `name`; None if no request of `job` departs from `off`."""
     if all(getattr(request, name) == off for request in job):
@@ -155,20 +161,24 @@ def _column(
     return jnp.asarray(np.array([getattr(request, name) for request in requests], dtype))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Warping
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-# Thresholds are first looked for among this many largest logits, in vocabularies of at least `_WIDE` tokens.
-_CANDIDATES = 256
+# Vocabularies of at least `_WIDE` tokens have thresholds looked for among the largest logits first.
 _WIDE = 8192
-_INFINITY_BITS = 0x7F800000  # of +inf in fp32; the bits of non-negative floats are ordered as the floats are
+_CANDIDATES = 256
+
+# The bits of +inf in fp32. Bits of non-negative floats are ordered as the floats are.
+_INFINITY_BITS = 0x7F800000
+
+Mass = Callable[[Array], Array]  # the weight of tokens at these gaps below the row's largest logit
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warp:
-    """Warping of the rows of a batch. A field that no row uses is None, and the compiled program skips its work."""
+    """Warping of the rows of a batch. A field that no row uses is None and costs nothing."""
 
     temperature: Array | None  # f32[B], 1 in greedy rows; None: every row is greedy
     greedy: Array | None  # bool[B]; None: no row is greedy
@@ -186,9 +196,10 @@ def make_warp(
 ) -> Warp:
     """The warping of a batch whose row b serves `requests[b]`.
 
-    `num_tokens` is the tokenizer's size: columns of the logits beyond it are padding. Which fields are None is part
-    of the compiled program, so pass as `job` every request that program will serve and it is compiled once; a row
-    comes out the same, bit for bit, whether the fields it does not use are present or None.
+    `num_tokens` is the tokenizer's size: columns of the logits beyond it are padding. Which fields
+    are None is part of the compiled program, so pass as `job` every request that program will serve
+    and it is compiled once; a row comes out the same whether the fields it does not use are present
+    or None.
     """
     job = requests if job is None else job
     temperatures = [1.0 if request.greedy else request.temperature for request in requests]
@@ -196,34 +207,37 @@ def make_warp(
         temperature=None
         if all(request.greedy for request in job)
         else jnp.asarray(temperatures, jnp.float32),
-        greedy=_column(requests, job, "greedy", False, np.bool_),
-        top_k=_column(requests, job, "top_k", 0, np.int32),
-        top_p=_column(requests, job, "top_p", 1.0, np.float32),
-        min_p=_column(requests, job, "min_p", 0.0, np.float32),
+        greedy=column(requests, job, "greedy", False, np.bool_),
+        top_k=column(requests, job, "top_k", 0, np.int32),
+        top_p=column(requests, job, "top_p", 1.0, np.float32),
+        min_p=column(requests, job, "min_p", 0.0, np.float32),
         num_tokens=num_tokens,
     )
 
 
 def finite_rows(logits: Array) -> Array:
-    """bool[...] for logits [..., V]: False where a row holds NaN or +inf, or leaves no token possible (all -inf)."""
-    return jnp.isfinite(jnp.max(logits, axis=-1))
+    """bool[...] for logits [..., V]: False where a row holds NaN or +inf, or only -inf."""
+    # Not isfinite(max): on CPU, max over a long row loses NaN.
+    return jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
 
 
 def warp(logits: Array, params: Warp) -> Array:
-    """The distribution each row samples from: f32[B, ..., V'] for logits [B, ..., V], V' = min(V, num_tokens).
+    """The distribution of each row: f32[B, ..., V'] of logits [B, ..., V], V' = min(V, num_tokens).
 
-    Order as in transformers: temperature, top-k, top-p, min-p; greedy rows are one-hot at the first largest logit.
-    What happens at a threshold:
-      * top-k keeps every token whose logit is at least the k-th largest, so ties may make it more than k (as
-        transformers does);
-      * top-p keeps a token if the tokens strictly likelier than it hold less than top_p of the mass that top-k left.
-        That is the smallest set of the likeliest tokens with mass >= top_p, together with all tokens that tie with its
-        last one (a sort would keep an arbitrary one of them);
+    Order as in transformers: temperature, top-k, top-p, min-p; greedy rows are one-hot at the first
+    largest logit. What happens at a threshold:
+      * top-k keeps every token whose logit is at least the k-th largest, so ties may make it more
+        than k (as transformers does);
+      * top-p keeps a token if the tokens strictly likelier than it hold less than top_p of the mass
+        that top-k left. That is the smallest set of the likeliest tokens with mass >= top_p,
+        together with all tokens that tie with its last one (a sort would keep an arbitrary one of
+        them);
       * min-p keeps tokens with at least min_p times the largest probability.
-    Rows that `finite_rows` turns down come out as NaN: nothing raises, and draws from them are valid ids.
+    Rows that `finite_rows` turns down come out as NaN: nothing raises, and draws from them are
+    valid ids.
 
-    No sort: a filter is a threshold, found among the largest few hundred logits where it lies there, else by
-    bisection over the bits of an fp32 number, which is as exact.
+    No sort: a filter is a threshold, found among the largest few hundred logits where it lies
+    there, else by bisection over the bits of an fp32 number, which is as exact.
     """
     rows = logits[..., : params.num_tokens].astype(jnp.float32)  # once, before temperature
     lead, width = rows.shape[:-1], rows.shape[-1]
@@ -238,9 +252,8 @@ def warp(logits: Array, params: Warp) -> Array:
 
 def _per_row(setting: Array, lead: tuple[int, ...]) -> Array:
     """[B] -> [B*..., 1], one entry per row of the flattened logits."""
-    return jnp.broadcast_to(
-        setting.reshape(setting.shape + (1,) * (len(lead) - 1)), lead
-    ).reshape(-1, 1)
+    spread = setting.reshape(setting.shape + (1,) * (len(lead) - 1))
+    return jnp.broadcast_to(spread, lead).reshape(-1, 1)
 
 
 def _one_hot_argmax(rows: Array) -> Array:
@@ -248,7 +261,7 @@ def _one_hot_argmax(rows: Array) -> Array:
 
 
 def _sampled(rows: Array, params: Warp, lead: tuple[int, ...]) -> Array:
-    """f32[rows, V]: temperature and the filters, all of them thresholds on the gap to the row's largest logit."""
+    """f32[rows, V]: temperature, and filters as thresholds on the gap to the largest logit."""
     assert params.temperature is not None
     temperature = _per_row(params.temperature, lead)
     top = jnp.max(rows, axis=-1, keepdims=True)
@@ -258,37 +271,42 @@ def _sampled(rows: Array, params: Warp, lead: tuple[int, ...]) -> Array:
     if rows.shape[-1] >= _WIDE and not (params.top_k is None and params.top_p is None):
         nearest = top - lax.top_k(rows, _CANDIDATES)[0]
 
-    limit = jnp.full_like(top, jnp.inf)
+    mass = _boltzmann(temperature)
     if params.top_k is not None:
         k = _per_row(params.top_k, lead)
         limit = _limit(gap, nearest, jnp.ones_like, k.astype(jnp.float32), active=k > 0)
-
-    def mass(gap: Array) -> Array:
-        return jnp.where(gap <= limit_k, jnp.exp(-gap / temperature), 0.0)
-
-    limit_k = limit
-    weights = mass(gap)  # the largest is 1
+        mass = _within(limit, mass)
     if params.top_p is not None:
         top_p = _per_row(params.top_p, lead)
-        target = top_p * jnp.sum(weights, axis=-1, keepdims=True)
+        target = top_p * jnp.sum(mass(gap), axis=-1, keepdims=True)
         limit = _limit(gap, nearest, mass, target, active=top_p < 1)
-        weights = jnp.where(gap <= limit, weights, 0.0)
+        mass = _within(limit, mass)
+    weights = mass(gap)
     if params.min_p is not None:
         weights = jnp.where(weights < _per_row(params.min_p, lead), 0.0, weights)
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
+def _boltzmann(temperature: Array) -> Mass:
+    return lambda gap: jnp.exp(-gap / temperature)
+
+
+def _within(limit: Array, mass: Mass) -> Mass:
+    return lambda gap: jnp.where(gap <= limit, mass(gap), 0.0)
+
+
 def _limit(
     gap: Array,
     nearest: Array | None,
-    mass: Callable[[Array], Array],
+    mass: Mass,
     target: Array,
     *,
     active: Array,
 ) -> Array:
-    """f32[rows, 1]: the largest limit with less than `target` of the mass strictly below it; inf in inactive rows.
+    """f32[rows, 1]: the largest limit with mass < `target` strictly below it; inf if inactive.
 
-    Keeping `gap <= limit` keeps the smallest set of nearest tokens whose mass reaches `target`, and their ties.
+    Keeping `gap <= limit` keeps the smallest set of nearest tokens whose mass reaches `target`, and
+    their ties.
     """
     if nearest is None:
         return jnp.where(active, _bisect(gap, mass(gap), target), jnp.inf)
@@ -298,16 +316,17 @@ def _limit(
     found = jnp.take_along_axis(nearest, jnp.maximum(last, 0), axis=-1)
     known = ~active | (reached[:, -1:] >= target)
     # Chosen row by row, so that a row that needs the bisection does not change the others.
-    bisected = lax.cond(
-        jnp.all(known), lambda: found, lambda: _bisect(gap, mass(gap), target)
-    )
+    bisected = lax.cond(jnp.all(known), lambda: found, lambda: _bisect(gap, mass(gap), target))
     return jnp.where(active, jnp.where(known, found, bisected), jnp.inf)
 
 
 def _bisect(gap: Array, weights: Array, target: Array) -> Array:
     """`_limit` of every row: 31 halvings of the range of bits of a non-negative fp32 number."""
     # The first bound always satisfies the condition, the second never has to.
-    bounds = (jnp.zeros_like(target, jnp.int32), jnp.full_like(target, _INFINITY_BITS + 1, jnp.int32))
+    bounds = (
+        jnp.zeros_like(target, jnp.int32),
+        jnp.full_like(target, _INFINITY_BITS + 1, jnp.int32),
+    )
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -320,98 +339,73 @@ def _bisect(gap: Array, weights: Array, target: Array) -> Array:
     return lax.bitcast_convert_type(low, jnp.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Penalties
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Draws
+# --------------------------------------------------------------------------------------------------
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Penalties:
-    """What is done to the raw logits of each row. A field that no row uses is None and costs nothing."""
+class Purpose(enum.IntEnum):
+    """What a key's noise is for; keys of different purposes are independent."""
 
-    bias: Array | None  # f32[B, V], -inf for banned tokens
-    repetition: Array | None  # f32[B], 1 for off
-    presence: Array | None  # f32[B], 0 for off
-    frequency: Array | None  # f32[B], 0 for off
-
-    @property
-    def use_history(self) -> bool:
-        return not (self.repetition is None and self.presence is None and self.frequency is None)
+    DRAFT = 0
+    VERIFY = 1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class History:
-    """The tokens a row has committed, as its penalties see them."""
+def request_key(seed: Array, round_start: Array, offset: Array | int, purpose: Purpose) -> Array:
+    """Key[...], one per request: a function of its seed, its round and the noise's purpose alone.
 
-    prompt: Array  # bool[B, V]: occurs in the prompt
-    counts: Array  # i32[B, V]: occurrences among the generated tokens
-
-
-def make_penalties(
-    requests: Sequence[SamplingParams],
-    num_tokens: int,
-    *,
-    job: Sequence[SamplingParams] | None = None,
-) -> Penalties | None:
-    """The penalties of a batch, V = num_tokens; None if no request of `job` (see `make_warp`) uses any.
-
-    Raises UserError for a biased or banned token that the tokenizer does not have.
+    `seed` u32[...], `round_start` i32[...] (committed tokens, prompt included, when the round
+    starts) and `offset` (place in the block) broadcast together, so one call makes all keys of a
+    round. Every round commits at least one token, so no key is ever used in two rounds. A key of
+    the absolute position alone would be: block verification decides by a rejected draft's noise,
+    and reusing it for the next round's draft at the same position biases the output
+    (tests/serving/test_verification.py shows it).
     """
-    job = requests if job is None else job
-    penalties = Penalties(
-        bias=_bias(requests, num_tokens) if any(r.logit_bias or r.banned_tokens for r in job) else None,
-        repetition=_column(requests, job, "repetition_penalty", 1.0, np.float32),
-        presence=_column(requests, job, "presence_penalty", 0.0, np.float32),
-        frequency=_column(requests, job, "frequency_penalty", 0.0, np.float32),
-    )
-    return penalties if jax.tree.leaves(penalties) else None
+    shape = jnp.broadcast_shapes(jnp.shape(seed), jnp.shape(round_start), jnp.shape(offset))
+
+    def key(seed: Array, round_start: Array, offset: Array) -> Array:
+        start = jax.random.fold_in(jax.random.key(seed), round_start)
+        return jax.random.fold_in(start, offset * len(Purpose) + int(purpose))
+
+    flat = (jnp.broadcast_to(part, shape).ravel() for part in (seed, round_start, offset))
+    return jax.vmap(key)(*flat).reshape(shape)
 
 
-def _bias(requests: Sequence[SamplingParams], num_tokens: int) -> Array:
-    bias = np.zeros((len(requests), num_tokens), np.float32)
-    for row, request in zip(bias, requests, strict=True):
-        banned = [(token, -math.inf) for token in request.banned_tokens]
-        for field, pairs in (("logit_bias", request.logit_bias), ("banned_tokens", banned)):
-            for token, value in pairs:
-                if token >= num_tokens:
-                    raise UserError(
-                        f"{field} names token {token}, but the tokenizer has {num_tokens} tokens: "
-                        f"use ids below {num_tokens}"
-                    )
-                row[token] = value
-    return jnp.asarray(bias)
+def draw(keys: Array, weights: Array) -> Array:
+    """i32[B]: token x of row b with probability weights[b, x] / sum(weights[b]).
 
-
-def start_history(prompts: Array, lengths: Array, num_tokens: int) -> History:
-    """The history after the prompts: tokens i32[B, S], of which the first lengths[b] are row b's."""
-    counts = jnp.zeros((prompts.shape[0], num_tokens), jnp.int32)
-    return History(prompt=_count(counts, prompts, lengths) > 0, counts=counts)
-
-
-def observe(history: History, tokens: Array, num_tokens: Array) -> History:
-    """Adds the first num_tokens[b] (i32[B]) of tokens[b] (i32[B, T]) to row b's generated tokens."""
-    return dataclasses.replace(history, counts=_count(history.counts, tokens, num_tokens))
-
-
-def _count(counts: Array, tokens: Array, lengths: Array) -> Array:
-    batch, length = tokens.shape
-    counted = jnp.arange(length)[None, :] < lengths[:, None]
-    return counts.at[jnp.arange(batch)[:, None], tokens].add(counted.astype(jnp.int32))
-
-
-def restrict[Tree: (Penalties, History)](tree: Tree, ids: Array) -> Tree:
-    raise NotImplementedError
-
-
-def penalise(
-    logits: Array, penalties: Penalties, history: History | None, drafts: Array
-) -> Array:
-    """Biased and penalised logits f32[B, T, V'] of T positions in a row, V' = min(V, num_tokens).
-
-    Position i sees the committed tokens (`history`, which may be None unless `penalties.use_history`) and the block's
-    drafts[:, :i] (i32[B, T-1]). The drafter's step i and row i of the target's scores therefore undergo the same, and
-    the rules compare like with like. Order: bias and bans, repetition, then presence and frequency.
+    `keys` Key[B], `weights` f32[B, V]. Weights need not be normalised; a token of weight 0 is never
+    drawn, whatever the rounding.
     """
-    raise NotImplementedError
+    return draw_at(jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys), weights)
+
+
+_BLOCK = 128  # tokens
+
+
+def draw_at(uniforms: Array, weights: Array) -> Array:
+    """`draw` at given uniforms f32[B, 2] in [0, 1): inverts the distribution function in two steps.
+
+    The first uniform picks a block of 128 tokens by its mass, the second a token in it. That reads
+    the weights once (Gumbel noise would take V random numbers, one cumulative sum over V many
+    passes), sums at most a few hundred numbers in a row, so that rounding stays near 1e-7, and
+    leaves 23 random bits for each step: a single fp32 uniform resolves 1e-7, more than the
+    probability of most tokens of a large vocabulary.
+    """
+    batch, width = weights.shape
+    size = min(_BLOCK, width)
+    blocks = -(-width // size)
+    padded = jnp.pad(weights, ((0, 0), (0, blocks * size - width))).reshape(batch, blocks, size)
+    block = _invert(uniforms[:, :1], jnp.sum(padded, axis=-1))
+    chosen = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]  # [B, size]
+    return block * size + _invert(uniforms[:, 1:], chosen)
+
+
+def _invert(uniform: Array, weights: Array) -> Array:
+    """i32[B]: the first index whose cumulative weight exceeds uniform (f32[B, 1]) of the whole."""
+    reached = jnp.cumsum(weights, axis=-1)
+    # Cumulative sums come from trees of additions and need not be monotone, so weight 0 is ruled
+    # out by itself: the first positive weight beyond the mark scores 2, other positive weights 1.
+    beyond = reached > uniform * reached[:, -1:]
+    score = jnp.where(weights > 0, 1 + beyond.astype(jnp.int32), 0)
+    return jnp.argmax(score, axis=-1).astype(jnp.int32)
