@@ -276,6 +276,8 @@ def _raise_syntax_error(error: Exception, source: str, *, from_file: bool) -> No
         problem, (line, _) = error.args if len(error.args) == 2 else ("unexpected end", (1, 0))
         content = "a bracket or quote is not closed"
     problem = " ".join(str(problem).split()).rstrip(".")
+    if "Failed to parse token" in problem:
+        problem = f"not a value: {problem.rsplit(' ', 1)[1]}; text needs quotes"
     raise UserError(f"{source}:{line}: syntax error: {problem}: {content}") from error
 
 

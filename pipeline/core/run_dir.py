@@ -37,13 +37,26 @@ def is_bucket(path: epath.PathLike) -> bool:
 
 @contextlib.contextmanager
 def explain_os_errors(path: epath.PathLike, action: str = "write") -> Iterator[None]:
-    """Turns an `OSError` (disk full, no permission, ...) into a `UserError` with a remedy."""
+    """Turns an `OSError` (disk full, no permission, ...) into a `UserError` with a remedy.
+
+    An error that names a file elsewhere is not about `path` and passes through.
+    """
     try:
         yield
     except OSError as error:
+        if error.filename is not None and not _related(str(error.filename), os.fspath(path)):
+            raise
         remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system")
         reason = error.strerror or error
         raise UserError(f"cannot {action} {os.fspath(path)}: {reason}; {remedy}") from error
+
+
+def _related(name: str, path: str) -> bool:
+    """Whether `name` is `path`, a folder above it, or lies in its temporary form."""
+    name, path = os.path.abspath(name), os.path.abspath(path)
+    folder, base = os.path.split(path)
+    above = path == name or path.startswith(name.rstrip(os.sep) + os.sep)
+    return above or name.startswith(os.path.join(folder, f".{base}."))
 
 
 @contextlib.contextmanager

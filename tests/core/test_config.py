@@ -141,6 +141,17 @@ def test_an_unscoped_reference_is_built_in_the_scope_around_it():
     assert load(text).stage()[0].attention == Attention(heads=16)
 
 
+def test_the_longer_scope_wins_whatever_the_order():
+    text = TARGET + "target/Shape.attention = @a/Attention()\na/Attention.heads = 16\n"
+    text += "Shape.attention = @b/Attention()\nb/Attention.heads = 2"
+    assert load(text).stage()[0].attention == Attention(heads=16)
+
+
+def test_a_macro_is_overridden_wherever_it_is_used():
+    text = TARGET + "STEPS = 1\ntrain.steps = %STEPS"
+    assert load(text, "STEPS=9").stage()[2] == 9
+
+
 def test_config_str_loads_again_and_holds_only_this_stages_bindings():
     text = TARGET + "profile.topology = 'v4'\nOTHER = 3\nprofile.target = @other/Shape()\n"
     text += "other/Shape.layers = %OTHER"
@@ -312,7 +323,7 @@ def test_binding_twice_in_one_file_names_both_lines():
     [
         ("train.steps = 2*3", "a.gin:1: syntax error: Expected newline: train.steps = 2*3"),
         ("a = 1\ntrain.steps = (1,\n", "a.gin:"),
-        ("train.steps = out", "a.gin:1: syntax error: malformed node or string"),
+        ("train.steps = out", "a.gin:1: syntax error: not a value: 'out'; text needs quotes"),
         ("train:\nsteps = 3", "a.gin:2: syntax error"),
         ("train.steps", "a.gin:1: syntax error"),
         ("train.steps = 'a", "a.gin:1: syntax error"),
