@@ -92,6 +92,27 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path):
     assert names(tmp_path / "d") == ["old"]
 
 
+def test_a_folder_that_cannot_be_swapped_in_leaves_the_old_one(tmp_path, monkeypatch):
+    with atomic_directory(tmp_path / "d") as folder:
+        (folder / "old").write_text("")
+    path_type = type(folder)
+    rename = path_type.rename
+
+    def refuse_new(source, target):
+        if (source / "new").exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+        return rename(source, target)
+
+    monkeypatch.setattr(path_type, "rename", refuse_new)
+    with (
+        pytest.raises(UserError, match="Permission denied"),
+        atomic_directory(folder.parent / "d") as folder,
+    ):
+        (folder / "new").write_text("")
+    assert names(tmp_path) == ["d"]
+    assert names(tmp_path / "d") == ["old"]
+
+
 def test_names_in_a_run_directory(tmp_path):
     run = RunDir.at(tmp_path)
     assert run.profile == tmp_path / "profile.json"
