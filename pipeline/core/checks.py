@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ class Check:
         bound = {k: b for k, b in self.bindings.effective(node).items() if k not in given}
         arguments = {name: self.value(binding) for name, binding in bound.items()}
         if missing := sorted(schema.required - arguments.keys() - given):
-            wanted = " and ".join(f"{node}.{name}" for name in missing)
+            wanted = ", ".join(f"{node}.{name}" for name in missing)
             raise UserError(f"{origin}: nothing sets {wanted}, which {node.name} needs")
         for name, value in arguments.items():
             self._visit_values(bound[name], value, node, (*path, node))
@@ -167,8 +168,13 @@ class Check:
             raise binding.error(f"{shown!r}{kind} does not fit: {error}") from error
 
     def blame(self, node: Node, problem: str) -> UserError:
-        """The message for values that the object itself refused, with the lines that set them."""
-        lines = [f"{b.where}: {b.label}" for b in self.bindings.effective(node).values()]
+        """The message for values that the object itself refused, with the lines that set them.
+
+        Of an object with many bindings only those are listed that `problem` mentions.
+        """
+        bound = list(self.bindings.effective(node).values())
+        mentioned = [b for b in bound if re.search(rf"\b{b.argument}\b", problem)]
+        lines = [f"{b.where}: {b.label}" for b in mentioned or bound]
         return UserError(f"{'; '.join(lines) or node}: {problem}")
 
 

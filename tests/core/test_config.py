@@ -47,6 +47,16 @@ def profile(*, topology: str = "host", target: Shape | None = None):
 
 
 @dataclass(frozen=True)
+class Fussy:
+    a: int = 0
+    b: int = 0
+
+    def __post_init__(self):
+        if self.a != self.b:
+            raise ValueError("these do not go together")
+
+
+@dataclass(frozen=True)
 class Loop:
     inner: Loop | None = None
 
@@ -55,7 +65,7 @@ def evaluate(*, loop: Loop):
     return loop
 
 
-SETTINGS = (Shape, Attention, Loop)
+SETTINGS = (Shape, Attention, Fussy, Loop)
 TARGET = "train.target = @target/Shape()\ntarget/Shape.layers = 2\n"
 
 
@@ -230,7 +240,7 @@ def test_parameters_of_another_stage_are_checked_from_its_source(monkeypatch, tm
          "allowed: drafters, run_dir, steps, target"),
         (TARGET + "Shape:\n  lairs = 3", "a.gin:4: Shape.lairs: Shape has no 'lairs'"),
         ("train.target = @Shpe()", "a.gin:1: train.target: @Shpe() refers to nothing; did you mean "
-         "'Shape'? allowed: Attention, Loop, Shape"),
+         "'Shape'? allowed: Attention, Fussy, Loop, Shape"),
         ("train.target = %TARGT\nTARGET = 1", "a.gin:1: train.target: %TARGT is not defined; did "
          "you mean 'TARGET'?"),
         ("import os", "a.gin:1: import os: a config cannot import"),
@@ -297,12 +307,18 @@ def test_wrong_types(binding, expected):
     assert message.startswith(("a.gin:3: ", "a.gin:4: Attention.window"))
 
 
-def test_a_value_that_the_object_refuses_names_the_lines_of_that_object():
-    message = refused("Shape.width = 30\n" + TARGET)
-    assert message == (
-        "a.gin:1: Shape.width; a.gin:3: target/Shape.layers: "
-        "width 30 is not a multiple of 8; use 24"
-    )
+def test_a_value_that_the_object_refuses_names_the_lines_that_set_it():
+    problem = "width 30 is not a multiple of 8; use 24"
+    assert refused("Shape.width = 30\n" + TARGET) == f"a.gin:1: Shape.width: {problem}"
+    assert refused(TARGET, "Shape.width=30") == f"--gin.Shape.width=30: Shape.width: {problem}"
+
+
+def test_a_refusal_that_mentions_no_parameter_names_all_lines_of_the_object():
+    def train(*, tuning: Fussy):
+        return tuning
+
+    message = refused("train.tuning = @Fussy()\nFussy.a = 1\nFussy.b = 2", stage=train)
+    assert message == "a.gin:2: Fussy.a; a.gin:3: Fussy.b: these do not go together"
 
 
 def test_a_bad_value_on_the_command_line_is_named_as_such():
