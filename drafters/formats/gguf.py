@@ -136,7 +136,7 @@ class GGUFFile:
         """One tensor, dequantised to float32, in the conventions of our tree."""
         values = self._file.dequantized(name)
         if self._kind.permuted and (".attn_q." in name or ".attn_k." in name):
-            return _half_split(values, self.require("{arch}.rope.dimension_count", int))
+            return _half_split(values, self._head_dim())
         if self._kind.gemma and name.endswith("norm.weight"):
             return values - 1
         return values
@@ -158,7 +158,7 @@ class GGUFFile:
                 width=width,
                 num_heads=heads,
                 num_kv_heads=self.optional("{arch}.attention.head_count_kv", heads),
-                head_dim=self.optional("{arch}.attention.key_length", width // heads),
+                head_dim=self._head_dim(),
                 mlp_width=self.require("{arch}.feed_forward_length", int),
                 context=self.require("{arch}.context_length", int),
                 rope=self._rope(),
@@ -170,7 +170,7 @@ class GGUFFile:
                 qk_norm=_NAMES["query_norm"].format(0) in tensors,
             )
             return self._gemma(shape) if self._kind.gemma else shape
-        except (ValueError, ZeroDivisionError) as error:
+        except ValueError as error:
             raise UserError(f"{self.origin}: {error}") from error
 
     def _refuse_unsupported(self) -> None:
@@ -178,14 +178,18 @@ class GGUFFile:
             raise UserError(
                 f"{self.origin}: a mixture of {experts} experts is not supported; choose a dense model"
             )
-        head = self.optional("{arch}.attention.key_length", 0)
+        head = self._head_dim()
         for key in ("{arch}.attention.value_length", "{arch}.rope.dimension_count"):
-            if head and (other := self.optional(key, head)) != head:
-                name = self._name(key)
+            if (other := self.optional(key, head)) != head:
                 raise UserError(
-                    f"{self.origin}: {name} = {other} differs from the head size {head}, which is not "
-                    "supported"
+                    f"{self.origin}: {self._name(key)} = {other} differs from the head size {head}, "
+                    "which is not supported"
                 )
+
+    def _head_dim(self) -> int:
+        heads = max(1, self.require("{arch}.attention.head_count", int))
+        width = self.require("{arch}.embedding_length", int)
+        return self.optional("{arch}.attention.key_length", width // heads)
 
     def _gemma(self, shape: TransformerShape) -> TransformerShape:
         period = self.optional("{arch}.attention.sliding_window_pattern", _GEMMA3_PERIOD)
