@@ -98,7 +98,9 @@ class Attention(nnx.Module):
         turned = rope.rotate(self._norm_heads(heads[:, :-1], self), view.cos, view.sin)
         q, k, v = turned[:, :-1] * self.scale, turned[:, -1], heads[:, -1]
         mixed, memory = attend(q, k, v, view, memory)
-        out = jnp.einsum("dgrh,grhbt->dbt", self.out[...].astype(x.dtype), mixed)
+        # One contracted axis, not three: XLA would order three anew and copy the weight at every step.
+        flat = (self.out[...].reshape(x.shape[0], -1), mixed.reshape(-1, *x.shape[1:]))
+        out = jnp.einsum("dn,nbt->dbt", flat[0].astype(x.dtype), flat[1])
         return self._bias_out(out, self.out_bias), memory
 
 

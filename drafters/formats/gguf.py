@@ -77,6 +77,8 @@ class GGUFFile:
       UserError: no such file, or not a whole GGUF.
     """
 
+    format = "gguf"
+
     def __init__(self, path: str | os.PathLike[str]):
         self._file = Container(path)
         self.origin = self._file.origin

@@ -34,7 +34,7 @@ class Fields:
     """The keys of one config, with transformers' values for absent ones and checks of their types."""
 
     def __init__(self, origin: str, config: Config):
-        model_type = config.get("model_type")
+        model_type: Any = config.get("model_type")
         if model_type in MULTIMODAL:
             config = {**(config.get("text_config") or {}), "model_type": MULTIMODAL[model_type]}
         if config.get("model_type") not in FAMILIES:
@@ -209,7 +209,7 @@ def _rope(fields: Fields, layer_type: str) -> Rope:
 
 def _rope_of_kind(fields: Fields, kind: Any, parameters: Config) -> Rope:
     def number(key: str, default: float | None = None) -> float:
-        value = default if parameters.get(key) is None else parameters[key]
+        value: Any = default if parameters.get(key) is None else parameters[key]
         if type(value) not in (int, float):
             raise UserError(
                 f"{fields.origin}: rope type {kind!r} needs a number {key}, not {value!r}"

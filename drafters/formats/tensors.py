@@ -43,7 +43,15 @@ class Slot(NamedTuple):
 class TensorSource(Protocol):
     """Tensors of a checkpoint, read one at a time."""
 
-    origin: str  # file or folder, for messages
+    @property
+    def origin(self) -> str:
+        """File or folder, for messages."""
+        ...
+
+    @property
+    def names(self) -> Names:
+        """Names of the tensors by their roles, see `slots`."""
+        ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor there is, `[out, in]`."""
@@ -51,6 +59,10 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as floats of any width."""
+        ...
+
+    def ignored(self, name: str) -> bool:
+        """Whether a tensor is known and no parameter."""
         ...
 
 
@@ -131,10 +143,8 @@ def _parts(
 def read_params(
     shape: TransformerShape,
     dtype: str,
-    names: Names,
     source: TensorSource,
     *,
-    ignored: Callable[[str], bool] = lambda name: False,
     progress: Progress = no_progress,
 ) -> Params:
     """All parameters of `shape` as numpy arrays of `dtype`, read tensor by tensor.
@@ -142,11 +152,11 @@ def read_params(
     Memory peaks at the result and one tensor.
 
     Raises:
-      UserError: the source lacks a tensor, has one that no parameter needs (and is not `ignored`), or
-        has one of another shape.
+      UserError: the source lacks a tensor, has one that no parameter needs and it does not
+        ignore, or has one of another shape.
     """
-    places = slots(shape, names)
-    _require_match(source, places, ignored)
+    places = slots(shape, source.names)
+    _require_match(source, places)
     leaves = {path: np.empty(size, DTYPES[dtype]) for path, size in leaf_shapes(shape).items()}
     for name, slot in places.items():
         tensor = source.read(name)
@@ -156,16 +166,14 @@ def read_params(
     return nest(leaves)
 
 
-def _require_match(
-    source: TensorSource, places: Mapping[str, Slot], ignored: Callable[[str], bool]
-) -> None:
+def _require_match(source: TensorSource, places: Mapping[str, Slot]) -> None:
     found = source.shapes()
     if missing := [name for name in places if name not in found]:
         raise UserError(
             f"{source.origin}: {some(missing)} missing; the file is incomplete or its config "
             "describes another model"
         )
-    if extra := [name for name in found if name not in places and not ignored(name)]:
+    if extra := [name for name in found if name not in places and not source.ignored(name)]:
         raise UserError(
             f"{source.origin}: {some(extra)} not used by a model of this config; "
             "the weights and the config belong to different models"

@@ -1,0 +1,129 @@
+"""Topologies: the devices a model is served on, their published peaks, and the mesh they form."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from drafters.sharding import Placement
+from pipeline.core.errors import UserError
+
+# A chip that waits for 15 others on two cores may wait long; XLA's own limit of 40 s aborts the process.
+_CPU_COLLECTIVE_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Devices of one kind in a mesh.
+
+    Attributes:
+      name: e.g. "tpu_v4_2x2x4".
+      platform: JAX's name of it.
+      device_kind: what a device of it calls itself, "" for any.
+      axes, sizes: the mesh's axes and their sizes; their product is the number of chips.
+      hbm_bytes: memory per chip.
+      hbm_bytes_per_s, bf16_flop_per_s, link_bytes_per_s: published peaks per chip (per link and direction
+        for links); 0 where nothing is published and the profile measures it.
+      source: where the peaks were published.
+      compile_target: name by which a compiler without the devices knows them, "" for none.
+    """
+
+    name: str
+    platform: Literal["cpu", "gpu", "tpu"]
+    device_kind: str = ""
+    axes: tuple[str, ...] = ("x",)
+    sizes: tuple[int, ...] = (1,)
+    hbm_bytes: float = 0.0
+    hbm_bytes_per_s: float = 0.0
+    bf16_flop_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    source: str = ""
+    compile_target: str = ""
+
+    def __post_init__(self):
+        if len(self.axes) != len(self.sizes) or min(self.sizes, default=0) < 1:
+            raise ValueError(
+                f"Topology.axes = {self.axes} and sizes = {self.sizes} must be as many, all positive"
+            )
+        if (self.hbm_bytes_per_s or self.bf16_flop_per_s) and not self.source:
+            raise ValueError(f"Topology.source must say where {self.name}'s peaks were published")
+
+    @property
+    def num_chips(self) -> int:
+        """Chips in the mesh."""
+        return math.prod(self.sizes)
+
+    def prepare(self) -> None:
+        """Asks JAX for enough host devices; must run before JAX first touches a device."""
+        if self.platform != "cpu":
+            return
+        flags = os.environ.get("XLA_FLAGS", "")
+        if _CPU_COLLECTIVE_TIMEOUT not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {_CPU_COLLECTIVE_TIMEOUT}=600".strip()
+        if "xla_force_host_platform_device_count" not in flags:
+            jax.config.update("jax_num_cpu_devices", self.num_chips)
+        jax.config.update("jax_platforms", "cpu")
+
+    def mesh(self) -> Mesh:
+        """The mesh of the first `num_chips` devices.
+
+        Raises:
+          UserError: there are fewer devices, or they are of another kind.
+        """
+        devices = jax.devices(self.platform)
+        if len(devices) < self.num_chips:
+            raise UserError(
+                f"Topology {self.name} needs {self.num_chips} {self.platform} devices, there are "
+                f"{len(devices)}: choose a smaller topology, or for host devices set XLA_FLAGS="
+                f"--xla_force_host_platform_device_count={self.num_chips}"
+            )
+        found = devices[0].device_kind
+        if self.device_kind and self.device_kind.lower() not in found.lower():
+            raise UserError(
+                f"Topology {self.name} is made of {self.device_kind!r}, this machine has {found!r}: "
+                "choose the topology of this machine"
+            )
+        return _mesh(devices[: self.num_chips], self)
+
+    def placement(self, chips_per_copy: int = 0) -> Placement:
+        """A model's place with one copy per `chips_per_copy` chips (0: all of them).
+
+        Raises:
+          UserError: no set of mesh axes has that many chips.
+        """
+        return Placement(self.mesh(), self.axes_of(chips_per_copy or self.num_chips))
+
+    def axes_of(self, chips: int) -> tuple[str, ...]:
+        """The fewest mesh axes whose sizes multiply to `chips`; () for 1."""
+        sized = [pair for pair in zip(self.axes, self.sizes, strict=True) if pair[1] > 1]
+        for count in range(len(sized) + 1):
+            for chosen in itertools.combinations(reversed(sized), count):
+                if math.prod(size for _, size in chosen) == chips:
+                    return tuple(name for name, _ in reversed(chosen))
+        raise UserError(
+            f"Topology {self.name} has no axes with {chips} chips together: its axes are "
+            f"{dict(zip(self.axes, self.sizes, strict=True))}, so choose one of {self.copy_sizes()}"
+        )
+
+    def copy_sizes(self) -> list[int]:
+        """All numbers of chips that one copy of a model can be sharded over."""
+        subsets = (
+            subset
+            for count in range(len(self.sizes) + 1)
+            for subset in itertools.combinations(self.sizes, count)
+        )
+        return sorted({math.prod(subset) for subset in subsets})
+
+
+def _mesh(devices: list, topology: Topology) -> Mesh:
+    kinds = (AxisType.Auto,) * len(topology.axes)
+    if topology.platform == "cpu":  # host devices have no coordinates to arrange
+        return Mesh(np.array(devices).reshape(topology.sizes), topology.axes, axis_types=kinds)
+    return jax.make_mesh(topology.sizes, topology.axes, axis_types=kinds, devices=devices)

@@ -1,0 +1,126 @@
+"""Megatron's tensor parallelism as one table of rules, and the weights' way onto a mesh.
+
+Axes: G key/value heads, R query heads per group, H head size, D model width, F feed-forward width, V
+vocabulary. `axes` names the mesh axes a model is sharded over; no axes means every chip holds all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drafters.kv_cache import KVCache
+from drafters.shapes import Layout, TransformerShape
+from drafters.transformer import Params, abstract_params
+
+
+class Rule(NamedTuple):
+    """`axis` of the parameter is divided over the chips if the layout's `when` holds."""
+
+    axis: int
+    when: str
+
+
+# Column-parallel into attention and MLP, row-parallel out of them (Shoeybi et al. 1909.08053); the vocabulary
+# is divided too. Whatever is not listed is small and held by every chip.
+RULES = {
+    "embedding": Rule(0, "shard_embedding"),
+    "head": Rule(0, "shard_head"),
+    "qkv": Rule(0, "shard_attention"),
+    "qkv_bias": Rule(0, "shard_attention"),
+    "out": Rule(1, "shard_attention"),
+    "gate_up": Rule(1, "shard_mlp"),
+    "gate_up_bias": Rule(1, "shard_mlp"),
+    "down": Rule(1, "shard_mlp"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A model's place on a mesh: sharded over `axes`, copied over the other axes."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    @property
+    def chips_per_copy(self) -> int:
+        """Chips that share one copy of the model."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        """A sharding on this mesh."""
+        return NamedSharding(self.mesh, P(*spec))
+
+    def layout(self, shape: TransformerShape) -> Layout:
+        """How `shape` lies on one copy's chips."""
+        return shape.layout(self.chips_per_copy)
+
+    def served_shape(self, shape: TransformerShape) -> TransformerShape:
+        """`shape` with key/value heads repeated until each chip holds whole groups."""
+        return shape.with_repeated_kv_heads(self.layout(shape).kv_repeats)
+
+    def param_shardings(self, shape: TransformerShape, scan: bool = False) -> Params:
+        """A NamedSharding in the place of every parameter."""
+        layout = self.layout(shape)
+
+        def of(path: tuple, leaf: Any) -> NamedSharding:
+            rule = RULES.get(path[-1].key)
+            if rule is None or not self.axes or not getattr(layout, rule.when):
+                return self.sharding()
+            lead = rule.axis + (scan and path[0].key == "layers")
+            return self.sharding(*[None] * lead, self.axes)
+
+        return jax.tree_util.tree_map_with_path(of, abstract_params(shape, scan=scan))
+
+    def abstract_params(self, shape: TransformerShape, dtype: Any, scan: bool = False) -> Params:
+        """ShapeDtypeStructs with shardings: what a checkpoint is restored to."""
+
+        def place(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        shardings = self.param_shardings(shape, scan)
+        return jax.tree.map(place, abstract_params(shape, dtype, scan), shardings)
+
+    def cache_shardings(self, shape: TransformerShape) -> KVCache:
+        """Shardings of a cache [B, G, S, H] of the served shape."""
+        heads = self.axes if self.axes and self.layout(shape).shard_attention else None
+        one = self.sharding(None, heads)
+        layers = (one,) * shape.num_layers
+        return KVCache(layers, layers, self.sharding())
+
+    def put(self, shape: TransformerShape, params: Params) -> Params:
+        """Moves the parameters of `shape` here, as those of `served_shape(shape)`."""
+        repeats = self.layout(shape).kv_repeats
+        shardings = self.param_shardings(self.served_shape(shape))
+        return jax.device_put(repeat_kv_heads(params, repeats), shardings)
+
+
+def repeat_kv_heads(params: Params, repeats: int) -> Params:
+    """Parameters of the same function with every key/value head stored `repeats` times.
+
+    A group of R queries with one key/value head becomes `repeats` groups of R / repeats queries, each with
+    a copy of that head.
+    """
+    if repeats == 1:
+        return params
+
+    def split(grouped: jax.Array) -> jax.Array:  # [G, R + 2, ...] -> [G r, R / r + 2, ...]
+        queries = grouped[:, :-2].reshape(grouped.shape[0] * repeats, -1, *grouped.shape[2:])
+        shared = jnp.repeat(grouped[:, -2:], repeats, axis=0)
+        return jnp.concatenate((queries, shared), axis=1)
+
+    def of(path: tuple, leaf: jax.Array) -> jax.Array:
+        name = path[-1].key
+        if name in ("qkv", "qkv_bias"):
+            return split(leaf)
+        if name == "out":  # [D, G, R, H]
+            return leaf.reshape(leaf.shape[0], leaf.shape[1] * repeats, -1, leaf.shape[3])
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(of, params)
