@@ -12,13 +12,16 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from drafters.formats.gguf_reader import Container
+from drafters.formats.gguf_vocabulary import tokenizer_of
 from drafters.formats.tensors import Names
 from drafters.shapes import LayerKind, Rope, TransformerShape
+from drafters.tokenizers import Tokenizer
 from pipeline.core.errors import UserError
 
 Value = TypeVar("Value")
@@ -77,7 +80,7 @@ class GGUFFile:
       UserError: no such file, or not a whole GGUF.
     """
 
-    format = "gguf"
+    format: Final = "gguf"
 
     def __init__(self, path: str | os.PathLike[str]):
         self._file = Container(path)
@@ -91,9 +94,9 @@ class GGUFFile:
         self._kind = _ARCHITECTURES[self.architecture]
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
-        return sum(tensor.num_bytes for tensor in self._file.tensors.values())
+    def files(self) -> list[Path]:
+        """The files that determine the model."""
+        return [Path(self.origin)]
 
     @property
     def names(self) -> Names:
@@ -129,6 +132,10 @@ class GGUFFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, `[out, in]`."""
         return {name: tensor.shape for name, tensor in self._file.tensors.items()}
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the metadata describe."""
+        return tokenizer_of(self)
 
     def ignored(self, name: str) -> bool:
         """Whether the tensor is no parameter: `rope_freqs` is part of the shape."""

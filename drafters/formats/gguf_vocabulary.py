@@ -7,7 +7,7 @@ name, `tokenizer.ggml.pre`, whose rules are in its source (`llama-vocab.cpp`) an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import (
@@ -15,10 +15,11 @@ from sentencepiece.sentencepiece_model_pb2 import (
 )
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from drafters.formats.gguf import GGUFFile
 from drafters.tokenizers import Tokenizer, Vocabulary
 from drafters.vocabularies import FastVocabulary, SentencePieceVocabulary
 from pipeline.core.errors import UserError
+
+Value = TypeVar("Value")
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's and SentencePiece's numbers
 _SENTENCEPIECE_BPE = 2
@@ -26,6 +27,16 @@ _SENTENCEPIECE_BPE = 2
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class Metadata(Protocol):
+    """Metadata values of a file, see `drafters.formats.gguf.GGUFFile`."""
+
+    @property
+    def origin(self) -> str: ...
+    def get(self, key: str) -> Any: ...
+    def require(self, key: str, kind: type[Value]) -> Value: ...
+    def optional(self, key: str, default: Value) -> Value: ...
 
 
 class _Cut(NamedTuple):
@@ -48,7 +59,7 @@ _CUTS: Mapping[str, _Cut] = {
 }
 
 
-def tokenizer_of(file: GGUFFile) -> Tokenizer:
+def tokenizer_of(file: Metadata) -> Tokenizer:
     """The tokenizer that the file's metadata describe.
 
     Raises:
@@ -77,7 +88,7 @@ def tokenizer_of(file: GGUFFile) -> Tokenizer:
         raise UserError(f"{file.origin}: {error}") from error
 
 
-def _byte_pair_vocabulary(file: GGUFFile) -> tuple[Vocabulary, bool]:
+def _byte_pair_vocabulary(file: Metadata) -> tuple[Vocabulary, bool]:
     name = file.optional("tokenizer.ggml.pre", "default")
     if name not in _CUTS:
         raise UserError(
@@ -111,7 +122,7 @@ def _cut_by(built: tokenizers.Tokenizer, cut: _Cut) -> None:
         built.normalizer = normalizers.NFC()
 
 
-def _sentencepiece_vocabulary(file: GGUFFile) -> Vocabulary:
+def _sentencepiece_vocabulary(file: Metadata) -> Vocabulary:
     tokens, types = _tokens(file)
     scores = file.require("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens):
@@ -127,7 +138,7 @@ def _sentencepiece_vocabulary(file: GGUFFile) -> Vocabulary:
     return SentencePieceVocabulary(proto.SerializeToString(), file.origin)
 
 
-def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
+def _tokens(file: Metadata) -> tuple[list[str], list[int]]:
     tokens = file.require("tokenizer.ggml.tokens", list)
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from etils import epath
@@ -35,7 +35,7 @@ class HuggingFaceFolder:
       UserError: a missing, malformed or truncated file, or an unsupported model.
     """
 
-    format = "huggingface"
+    format: Final = "huggingface"
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = epath.Path(folder)
@@ -50,9 +50,9 @@ class HuggingFaceFolder:
         self._stored = {_renamed(name, nested): name for name in self._tensors.shapes()}
 
     @property
-    def files(self) -> list[str]:
-        """Names of the files that determine the model."""
-        return [CONFIG, *self._tensors.files]
+    def files(self) -> list[epath.Path]:
+        """The files that determine the model."""
+        return [self._folder / name for name in (CONFIG, *self._tensors.files)]
 
     @property
     def names(self) -> Names:
