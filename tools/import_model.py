@@ -79,7 +79,11 @@ def describe(card: ModelCard) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.import_model", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.import_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("source", type=Path, help="a Hugging Face folder or a .gguf file")
     parser.add_argument("destination", help="the model directory to write")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
