@@ -25,6 +25,17 @@ def strict_dtypes():
         yield
 
 
+@pytest.fixture(scope="session")
+def smollm2(request):
+    """The model directory of SmolLM2-135M-Instruct in fp32, fetched once into pytest's cache."""
+    from tools.fetch_smollm2 import fetch
+
+    folder = request.config.cache.mkdir("smollm2") / "fp32"
+    if not folder.exists():
+        fetch(folder, "float32")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _clean_gin():
     """Gin's state is one per process; no test sees another's config."""
