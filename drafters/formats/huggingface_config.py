@@ -263,7 +263,7 @@ def config_from_shape(shape: TransformerShape) -> dict[str, Any]:
     Every family is tried: its config is read back, and the one whose shape means the same is taken.
 
     Raises:
-      UserError: no family has everything the shape asks for; names the fields that the closest lacks.
+      UserError: no family has everything the shape asks for; names the fields that the closest ones lack.
     """
     lost: dict[str, list[str]] = {}
     for family in FAMILIES.values():
@@ -271,11 +271,13 @@ def config_from_shape(shape: TransformerShape) -> dict[str, Any]:
         lost[family.model_type] = _differences(shape_from_config(family.model_type, config), shape)
         if not lost[family.model_type]:
             return config
-    closest = min(lost, key=lambda name: len(lost[name]))
-    asked = ", ".join(f"{field} = {getattr(shape, field)!r}" for field in lost[closest])
-    raise UserError(
-        f"no model type of transformers expresses this shape: {closest}, the closest, lacks {asked}"
-    )
+    fewest = min(map(len, lost.values()))
+    closest = [
+        f"{name} lacks " + ", ".join(f"{field} = {getattr(shape, field)!r}" for field in fields)
+        for name, fields in lost.items()
+        if len(fields) == fewest
+    ]
+    raise UserError(f"no model type of transformers expresses this shape: {'; '.join(closest)}")
 
 
 def _differences(found: TransformerShape, wanted: TransformerShape) -> list[str]:
