@@ -1,0 +1,207 @@
+"""From prompts to the state that rounds are played on.
+
+Axes: B batch, T chunk of the prompt, S cache capacity, V vocabulary, C tokens there is room for. Prompts are
+taken in by chunks of few sizes, so that memory is bounded and few programs are compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from drafters import kv_cache
+from drafters.kv_cache import KVCache
+from drafters.transformer import with_params
+from serving import penalties as penalising
+from serving.leader import alone, for_each_chip
+from serving.speculation import Engine, Private, Progress, Requests, State, Weights, everywhere
+
+LARGEST_CHUNK = 512
+SMALLEST_CHUNK = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Prompts taken in so far."""
+
+    target: KVCache
+    drafter: Any
+    scores: Array | None  # f32[V, B], behind the last token of each prompt that has been reached
+
+
+def chunk_sizes(length: int) -> list[int]:
+    """Sizes that cover `length` positions: largest chunks, then the power of two that fits the rest."""
+    whole, rest = divmod(length, LARGEST_CHUNK)
+    sizes = [LARGEST_CHUNK] * whole
+    if rest:
+        sizes.append(max(SMALLEST_CHUNK, 1 << (rest - 1).bit_length()))
+    return sizes
+
+
+def padded_length(length: int) -> int:
+    """Positions that taking in a prompt of `length` tokens writes."""
+    return sum(chunk_sizes(length))
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "batch", "capacity"))
+def _nothing(engine: Engine, batch: int, capacity: int) -> Prefix:
+    drafter = engine.drafter.start(batch, capacity) if engine.drafter and engine.k else None
+    if engine.leader:
+        assert engine.placement is not None
+        drafter = for_each_chip(engine.placement.mesh, drafter)
+    elif engine.drafter_placement is not None:
+        drafter = _with_sharded_caches(engine, drafter)
+    target = kv_cache.empty(engine.shape, batch, capacity, jnp.dtype(engine.dtype))
+    if engine.placement is not None:
+        shardings = engine.placement.cache_shardings(engine.shape)
+        target = jax.lax.with_sharding_constraint(target, shardings)
+    scores = jnp.zeros((engine.shape.logits_size, batch), jnp.float32)
+    return Prefix(target, drafter, everywhere(engine, scores))
+
+
+def _with_sharded_caches(engine: Engine, drafter: Any) -> Any:
+    placement, shape = engine.drafter_placement, getattr(engine.drafter, "shape", None)
+
+    def place(part: Any) -> Any:
+        if not isinstance(part, KVCache):
+            return part
+        return jax.lax.with_sharding_constraint(part, placement.cache_shardings(shape))
+
+    return jax.tree.map(place, drafter, is_leaf=lambda part: isinstance(part, KVCache))
+
+
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="prefix")
+def _take_in(
+    engine: Engine, weights: Weights, prefix: Prefix, tokens: Array, first: Array, lengths: Array
+) -> Prefix:
+    """Appends tokens i32[B, T] at positions first.. of prompts that are lengths i32[B] long."""
+    model = with_params(engine.shape, weights.target)
+    x, target = model.step(tokens, prefix.target.with_length(jnp.full_like(lengths, first)))
+    last = lengths - 1 - first
+    here = (last >= 0) & (last < tokens.shape[1])
+    place = jnp.clip(last, 0, tokens.shape[1] - 1)
+    x = jnp.take_along_axis(x, place[None, :, None], axis=2)[:, :, 0]
+    scores = jnp.where(here[None], everywhere(engine, model.logits(x)), prefix.scores)
+    drafter = _drafter_takes_in(engine, weights, prefix.drafter, tokens, first, lengths)
+    return Prefix(target, drafter, scores)
+
+
+def _drafter_takes_in(
+    engine: Engine, weights: Weights, state: Any, tokens: Array, first: Array, lengths: Array
+) -> Any:
+    if state is None:
+        return None
+    assert engine.drafter is not None
+
+    def take(shared: tuple, state: Any) -> tuple[tuple, Any]:
+        params, *prompt = shared
+        return (), engine.drafter.prefill(params, state, *prompt)  # pyright: ignore
+
+    shared = (weights.drafter, tokens, first, lengths)
+    if not engine.leader:
+        return take(shared, state)[1]
+    assert engine.placement is not None
+    return alone(engine.placement.mesh, take, shared, state)[1]
+
+
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="prefix")
+def _begin(
+    engine: Engine,
+    requests: Requests,
+    prefix: Prefix,
+    behind: Array,
+    prompts: Array,
+    lengths: Array,
+) -> State:
+    """The state after the prompts i32[B, C]: an empty block, the scores behind which are known."""
+    batch, room = prompts.shape
+    zeros = jnp.zeros((batch,), jnp.int32)
+    never = jnp.zeros((batch,), bool)
+    progress = Progress(
+        tokens=prompts,
+        length=lengths,
+        done=never,
+        failed=never,
+        rounds=zeros,
+        drafted=zeros,
+        accepted=jnp.zeros((batch, room), jnp.int32),
+    )
+    scores = jnp.zeros((behind.shape[0], batch, engine.k + 1), jnp.float32)
+    return State(
+        progress=progress,
+        drafts=jnp.zeros((batch, engine.k), jnp.int32),
+        num_drafted=zeros,
+        scores=scores.at[:, :, 0].set(behind),
+        target=prefix.target.with_length(lengths),
+        private=_private(engine, requests, prefix.drafter, prompts, lengths),
+    )
+
+
+def _private(
+    engine: Engine, requests: Requests, drafter: Any, prompts: Array, lengths: Array
+) -> Private:
+    width = engine.proposed_vocab if engine.k else 0
+    probs = jnp.zeros((prompts.shape[0], engine.k, width), jnp.float32)
+    history = None
+    if requests.penalties is not None and requests.penalties.use_history:
+        history = penalising.start_history(prompts, lengths, engine.num_tokens)
+    own = Private(probs=probs, drafter=None, history=history)
+    if engine.leader:
+        assert engine.placement is not None
+        own = for_each_chip(engine.placement.mesh, own)
+    return dataclasses.replace(own, drafter=drafter)
+
+
+def start(
+    engine: Engine,
+    weights: Weights,
+    requests: Requests,
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    room: int,
+) -> State:
+    """Takes in the prompts, token ids, none empty.
+
+    Args:
+      engine, weights, requests: the pair and what is asked of it.
+      prompts: B of them, of any lengths.
+      capacity: S of the caches; at least the padded length of the longest prompt and `engine.slack`.
+      room: C, tokens a row may come to hold, prompt included.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    sizes = chunk_sizes(int(lengths.max()))
+    tokens = np.zeros((len(prompts), max(room, sum(sizes))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    prefix, first = _nothing(engine, len(prompts), capacity), 0
+    for size in sizes:
+        chunk = tokens[:, first : first + size]
+        prefix = _take_in(engine, weights, prefix, chunk, np.int32(first), lengths)
+        first += size
+    behind, prefix = prefix.scores, dataclasses.replace(prefix, scores=None)
+    return _begin(engine, requests, prefix, behind, tokens[:, :room], lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "capacity"))
+def grown(engine: Engine, state: State, capacity: int) -> State:
+    """The same state with caches of another bucket."""
+    assert state.target is not None
+    assert state.private is not None
+    drafter = state.private.drafter
+    if drafter is not None:
+        assert engine.drafter is not None
+        grow = functools.partial(engine.drafter.grown, capacity=capacity)
+        drafter = jax.vmap(grow)(drafter) if engine.leader else grow(drafter)
+    return dataclasses.replace(
+        state,
+        target=kv_cache.grown(state.target, capacity),
+        private=dataclasses.replace(state.private, drafter=drafter),
+    )
