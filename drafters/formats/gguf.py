@@ -52,6 +52,11 @@ _NAMES: Names = {
     "mlp_post_norm": "blk.{}.post_ffw_norm.weight",
 }
 _LLAMA3_CONTEXT = 8192  # of every Llama 3.x before its rope was stretched
+_YARN_VARIANTS = (
+    "{arch}.rope.scaling.yarn_log_multiplier",
+    "{arch}.rope.scaling.yarn_ext_factor",
+    "{arch}.rope.scaling.yarn_attn_factor",
+)
 _GEMMA3_PERIOD = 6  # llama.cpp's default: five local layers, then a global one
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62  # how llama.cpp knows the one Gemma 3 that scales queries by (D/N) ** -0.5
@@ -183,6 +188,9 @@ class GGUFFile:
             raise UserError(f"{self.origin}: {error}") from error
 
     def _refuse_unsupported(self) -> None:
+        layers = self.require("{arch}.block_count", int)
+        if layers > (found := len(self._file.tensors)):
+            raise UserError(f"{self.origin}: {layers} layers, but only {found} tensors; fetch it again")
         if experts := self.optional("{arch}.expert_count", 0):
             raise UserError(
                 f"{self.origin}: a mixture of {experts} experts is not supported; choose a dense model"
@@ -201,8 +209,6 @@ class GGUFFile:
         return self.optional("{arch}.attention.key_length", width // heads)
 
     def _gemma(self, shape: TransformerShape) -> TransformerShape:
-        period = self.optional("{arch}.attention.sliding_window_pattern", _GEMMA3_PERIOD)
-        local: tuple[LayerKind, ...] = ("local",)
         local_theta = self.optional("{arch}.rope.freq_base_swa", _GEMMA3_LOCAL_THETA)
         query_width = shape.head_dim
         if shape.num_layers == _GEMMA3_27B_LAYERS:
@@ -211,13 +217,22 @@ class GGUFFile:
             shape,
             local_rope=Rope(theta=local_theta),
             window=self.require("{arch}.attention.sliding_window", int),
-            layer_pattern=(*local * (period - 1), "global"),
+            layer_pattern=self._gemma_pattern(),
             activation="gelu_tanh",
             post_norms=True,
             norm_offset=1.0,
             embedding_scale=math.sqrt(shape.width),
             query_scale=query_width**-0.5,
         )
+
+    def _gemma_pattern(self) -> tuple[LayerKind, ...]:
+        """Kinds of the layers, from a period or from one flag per layer that says "local"."""
+        given = self.get("{arch}.attention.sliding_window_pattern")
+        if isinstance(given, list):
+            return tuple("local" if flag else "global" for flag in given)
+        period = self.optional("{arch}.attention.sliding_window_pattern", _GEMMA3_PERIOD)
+        local: tuple[LayerKind, ...] = ("local",)
+        return (*local * (period - 1), "global")
 
     def _rope(self) -> Rope:
         theta = self.optional("{arch}.rope.freq_base", 10_000.0)
@@ -234,6 +249,9 @@ class GGUFFile:
                 f"{self.origin}: rope scaling type {kind!r} is not supported; supported are none, "
                 "linear, yarn and Llama 3's factors"
             )
+        for key in _YARN_VARIANTS:
+            if self.get(key) is not None:
+                raise UserError(f"{self.origin}: {self._name(key)} is not supported")
         temperature = self.optional("{arch}.rope.scaling.attn_factor", 1.0)
         return Rope(
             theta=theta,

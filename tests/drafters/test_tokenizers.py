@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import numpy as np
@@ -10,13 +9,8 @@ import pytest
 import sentencepiece
 import tokenizers
 from tokenizers import (
-    AddedToken,
     decoders,
     models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
 )
 
 from drafters import chat, model_card
@@ -24,13 +18,8 @@ from drafters.formats import huggingface_tokenizer
 from drafters.tokenizers import Difference, Piece, Tokenizer, require_fit
 from drafters.vocabularies import ByteVocabulary, FastVocabulary, SentencePieceVocabulary
 from pipeline.core.errors import UserError
+from tests.drafters.samples import as_llama2_json, byte_level, sentencepiece_model
 
-CORPUS = [
-    "the cat sat on the mat 123",
-    "a naïve café, 你好 世界",
-    "def f(x):\n    return x",
-    "🎉 yes",
-]
 TEXTS = [
     "",
     " ",
@@ -48,70 +37,9 @@ CHATML = (
 )
 
 
-def byte_level(specials=("<|im_start|>", "<|im_end|>")) -> FastVocabulary:
-    built = tokenizers.Tokenizer(models.BPE())
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(token, special=True) for token in specials],
-        show_progress=False,
-    )
-    built.train_from_iterator(CORPUS, trainer)
-    return FastVocabulary(built.to_str().encode(), "tokenizer.json")
-
-
-def sentencepiece_model() -> bytes:
-    """A small model with byte fallback, as Llama 2 has it."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 20),
-        model_writer=model,
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=0.98,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        minloglevel=2,
-    )
-    return model.getvalue()
-
-
 @pytest.fixture(scope="module")
 def spm() -> SentencePieceVocabulary:
     return SentencePieceVocabulary(sentencepiece_model(), "tokenizer.model")
-
-
-def as_llama2_json(spm: SentencePieceVocabulary) -> bytes:
-    """The `tokenizer.json` that transformers 4 converts a Llama 2 SentencePiece model to."""
-    processor = sentencepiece.SentencePieceProcessor(model_proto=spm.serialize())
-    tokens = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    ids = {token: i for i, token in enumerate(tokens)}
-    ranked = sorted(range(len(tokens)), key=lambda i: -processor.get_score(i))
-    merges = [
-        (tokens[i][:cut], tokens[i][cut:])
-        for i in ranked
-        for cut in range(1, len(tokens[i]))
-        if tokens[i][:cut] in ids and tokens[i][cut:] in ids and not tokens[i].startswith("<")
-    ]
-    built = tokenizers.Tokenizer(
-        models.BPE(vocab=ids, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    built.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    built.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
-    built.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
-    built.post_processor = processors.TemplateProcessing(
-        single=["<s>", "$A"], special_tokens=[("<s>", 1)]
-    )
-    return built.to_str().encode()
 
 
 @pytest.fixture(params=["byte-level", "sentencepiece", "sentencepiece-json", "bytes"])
