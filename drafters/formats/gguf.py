@@ -190,7 +190,9 @@ class GGUFFile:
     def _refuse_unsupported(self) -> None:
         layers = self.require("{arch}.block_count", int)
         if layers > (found := len(self._file.tensors)):
-            raise UserError(f"{self.origin}: {layers} layers, but only {found} tensors; fetch it again")
+            raise UserError(
+                f"{self.origin}: {layers} layers, but only {found} tensors; fetch it again"
+            )
         if experts := self.optional("{arch}.expert_count", 0):
             raise UserError(
                 f"{self.origin}: a mixture of {experts} experts is not supported; choose a dense model"
