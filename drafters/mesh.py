@@ -60,15 +60,19 @@ class Topology:
         """Chips in the mesh."""
         return math.prod(self.sizes)
 
-    def prepare(self) -> None:
-        """Asks JAX for enough host devices; must run before JAX first touches a device."""
+    def prepare(self, processes: int = 1) -> None:
+        """Asks JAX for enough host devices; must run before JAX first touches a device.
+
+        Args:
+          processes: that share the topology, each with as many of its chips.
+        """
         if self.platform != "cpu":
             return
         flags = os.environ.get("XLA_FLAGS", "")
         if _CPU_COLLECTIVE_TIMEOUT not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {_CPU_COLLECTIVE_TIMEOUT}=600".strip()
         if "xla_force_host_platform_device_count" not in flags:
-            jax.config.update("jax_num_cpu_devices", self.num_chips)
+            jax.config.update("jax_num_cpu_devices", self.num_chips // processes)
         jax.config.update("jax_platforms", "cpu")
 
     def mesh(self) -> Mesh:

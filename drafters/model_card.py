@@ -61,10 +61,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCost:
-    """What a drafter cost to train."""
+    """What a model cost to train: tokens learned from, wall time, model flops."""
 
     tokens: int
     hours: float
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def read_draft_ids(folder: epath.PathLike, card: ModelCard) -> np.ndarray | None
     try:
         with explain_os_errors(path, "read"), path.open("rb") as file:
             ids = np.load(file, allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a list of ids ({error}); train the drafter again") from error
     shape = card.shape
     fits = ids.dtype == np.int32 and ids.shape == (shape.head_vocab,) and (np.diff(ids) > 0).all()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from drafters.kv_cache import KVCache
 from drafters.shapes import LayerKind, TransformerShape
 
 Params = dict[str, Any]
+Keep = Literal["everything", "products", "inputs"]
 Attend = Callable[..., tuple[jax.Array, Memory]]
 
 
@@ -195,18 +196,19 @@ def _run_scanned(
     views: dict[LayerKind, View],
     memory: Sequence[Memory],
     attend: Attend,
+    keep: Callable[[Callable], Callable] = lambda body: body,
 ) -> tuple[jax.Array, tuple[Memory, ...]]:
     """Applies one block whose parameters have a leading layer axis; compiles a single body.
 
-    Activations inside a layer are recomputed in the backward pass, so that training keeps one [D, B, T]
-    per layer.
+    Args:
+      keep: decides what of a layer is kept for the backward pass; everything by default.
     """
     graphdef, stacked = nnx.split(layers)
     used = sorted(set(kinds))
     table = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(views[kind] for kind in used))
     which = jnp.asarray([used.index(kind) for kind in kinds])
 
-    @jax.checkpoint
+    @keep
     def body(x, layer):
         params, kind = layer
         view = jax.tree.map(lambda leaf: leaf[kind], table) if len(used) > 1 else views[used[0]]
@@ -217,6 +219,16 @@ def _run_scanned(
     return x, tuple(memory)
 
 
+_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_SCANNED = {
+    "everything": _run_scanned,
+    "products": functools.partial(
+        _run_scanned, keep=functools.partial(jax.checkpoint, policy=_PRODUCTS)
+    ),
+    "inputs": functools.partial(_run_scanned, keep=jax.checkpoint),
+}
+
+
 class Transformer(nnx.Module):
     """Embedding, L blocks, norm, head.
 
@@ -225,6 +237,8 @@ class Transformer(nnx.Module):
       dtype: of the parameters.
       scan: blocks are one block with a leading layer axis, run by a scan (training); otherwise a list of
         blocks, unrolled (decoding: a scan slices weights and caches, 1.4 times slower on CPU).
+      keep: what a scanned layer keeps for the backward pass. "everything"; "products" with weights, so that
+        attention and whatever is cheap is computed again; "inputs" of the layer alone, a third more flops.
       rngs: draws the initial parameters.
     """
 
@@ -234,6 +248,7 @@ class Transformer(nnx.Module):
         *,
         dtype: jnp.dtype = jnp.float32,
         scan: bool = False,
+        keep: Keep = "inputs",
         rngs: nnx.Rngs,
     ):
         make = _Builder(dtype, rngs)
@@ -252,7 +267,7 @@ class Transformer(nnx.Module):
             if shape.tied_head
             else make.normal(shape.logits_size, width, fan_in=width)
         )
-        self._run = _run_scanned if scan else _run_unrolled
+        self._run = _SCANNED[keep] if scan else _run_unrolled
         self._head_of = _tied_head if shape.tied_head else _own_head
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -355,9 +370,11 @@ def _as_index(key: str) -> int | str:
 
 
 @functools.lru_cache(maxsize=64)
-def graph(shape: TransformerShape, dtype: Any = jnp.float32, scan: bool = False) -> Any:
+def graph(
+    shape: TransformerShape, dtype: Any = jnp.float32, scan: bool = False, keep: Keep = "inputs"
+) -> Any:
     """The static half of a model of this shape (a hashable GraphDef) and its abstract state."""
-    build = functools.partial(Transformer, shape, dtype=jnp.dtype(dtype), scan=scan)
+    build = functools.partial(Transformer, shape, dtype=jnp.dtype(dtype), scan=scan, keep=keep)
     return nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
 
 
@@ -369,9 +386,11 @@ def abstract_params(
     return _with_keys(nnx.to_pure_dict(state), str)
 
 
-def with_params(shape: TransformerShape, params: Params, scan: bool = False) -> Transformer:
+def with_params(
+    shape: TransformerShape, params: Params, scan: bool = False, keep: Keep = "inputs"
+) -> Transformer:
     """A model of this shape on these parameters; their dtypes are kept."""
-    graphdef, state = graph(shape, jnp.float32, scan)
+    graphdef, state = graph(shape, jnp.float32, scan, keep)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, _with_keys(params, _as_index))
     return nnx.merge(graphdef, state)

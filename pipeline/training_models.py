@@ -1,0 +1,229 @@
+"""The models of a run directory as a training sees them: finished, begun with another config, or to be trained.
+
+RUN_DIR/models/<name>/                 the finished model
+RUN_DIR/training/<name>/training.json  what it is trained with; results and costs once it is finished
+RUN_DIR/training/<name>/states/        states of the unfinished training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from etils import epath
+
+from drafters.model_card import CARD, ModelCard, read_card
+from drafters.models import read_params_of
+from drafters.shapes import TransformerShape
+from drafters.transformer import Params, abstract_params, stack_layers
+from pipeline.core import artifacts
+from pipeline.core.errors import UserError
+from pipeline.core.run_dir import RunDir
+from pipeline.training_settings import ModelSpec
+
+_RECORD = "training.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredients:
+    """What a model is made of: equal ingredients give equal weights.
+
+    Attributes:
+      model: its spec.
+      data: what the text and its tokens were, by name; values are hashes or settings.
+      tokenizer_hash: of the tokenizer.
+      target_hash: of the target's weights, where it teaches or is copied from.
+    """
+
+    model: ModelSpec
+    data: dict[str, str]
+    tokenizer_hash: str
+    target_hash: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord(artifacts.Artifact):
+    """`training.json`: begun with these ingredients, and what came of it.
+
+    Attributes:
+      ingredients: see there.
+      weights_hash: of the finished model, empty before.
+      tokens, hours, flops: the cost; positions without padding, wall time, model flops.
+      held_out: `{corpus: {metric: value}}` at the last step.
+    """
+
+    SCHEMA: ClassVar[int] = 1
+    STAGE: ClassVar[str] = "pipeline.train"
+
+    ingredients: Ingredients
+    weights_hash: str = ""
+    tokens: int = 0
+    hours: float = 0.0
+    flops: float = 0.0
+    held_out: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model's place in a run directory while it is trained."""
+
+    run: RunDir
+    name: str
+
+    @property
+    def folder(self) -> epath.Path:
+        """Of the finished model."""
+        return self.run.model(self.name)
+
+    @property
+    def states(self) -> epath.Path:
+        """Of the unfinished training."""
+        return self.run.root / "training" / self.name / "states"
+
+    @property
+    def record(self) -> epath.Path:
+        """Of `training.json`."""
+        return self.run.root / "training" / self.name / _RECORD
+
+    def finished(self, ingredients: Ingredients) -> TrainingRecord | None:
+        """The record of the finished model, None if it is yet to be trained.
+
+        Raises:
+          UserError: it was begun or finished with other ingredients, or was imported.
+        """
+        card = read_card(self.folder) if (self.folder / CARD).exists() else None
+        if not self.record.exists():
+            if card is not None:
+                raise UserError(
+                    f"{self.folder} is a model from {card.source.name!r} ({card.source.format}), which "
+                    f"was not trained here: choose another name than {self.name!r} or another --run_dir"
+                )
+            return None
+        found = artifacts.read(self.record, TrainingRecord)
+        self._require_same(found.ingredients, ingredients)
+        return found if card is not None and card.weights_hash == found.weights_hash else None
+
+    def _require_same(self, found: Ingredients, wanted: Ingredients) -> None:
+        differences = list(_differences(artifacts.to_json(found), artifacts.to_json(wanted)))
+        if differences:
+            raise UserError(
+                f"{self.name} in {self.run.root} was begun with another config: "
+                f"{'; '.join(differences)}. Restore the config, choose another --run_dir or model name, "
+                f"or remove {self.record.parent} and {self.folder}"
+            )
+
+    def discard_states(self) -> None:
+        """Removes the states of a training that is finished."""
+        if self.states.exists():
+            self.states.rmtree()
+
+
+def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
+    """`path: old, now new` of every leaf that differs."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*found, *wanted}):
+            path = f"{where}.{key}" if where else key
+            yield from _differences(found.get(key), wanted.get(key), path)
+    elif found != wanted:
+        yield f"{where} was {found!r}, now {wanted!r}"
+
+
+# ------------------------------------------------------------------------------- the target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The target of a run directory, as a teacher and as a start for drafters."""
+
+    name: str
+    card: ModelCard
+    params: Params  # unstacked, on the host
+
+    @property
+    def shape(self) -> TransformerShape:
+        """Its shape."""
+        return self.card.shape
+
+
+def read_target(run: RunDir, name: str) -> Target:
+    """The finished target in fp32.
+
+    Raises:
+      UserError: there is none.
+    """
+    folder = run.model(name)
+    if not (folder / CARD).exists():
+        raise UserError(
+            f"{folder} does not exist, but models of this config learn from it: add a ModelSpec with name "
+            f"= {name!r}, import a model there, or set train.target to the name of one"
+        )
+    card = read_card(folder)
+    params = read_params_of(folder, card, "float32")
+    return Target(name=name, card=card, params=jax.tree.map(np.asarray, params))
+
+
+def require_teachable(spec: ModelSpec, target: Target, tokenizer_hash: str) -> None:
+    """Refuses a target that speaks other tokens than the model.
+
+    Raises:
+      UserError: naming both sides.
+    """
+    theirs = target.card.lineage.tokenizer_hash
+    if theirs is not None and theirs != tokenizer_hash:
+        raise UserError(
+            f"{spec.name}: the target {target.name!r} has the tokenizer {theirs[:12]}, the data has "
+            f"{tokenizer_hash[:12]}: a drafter learns on the tokens of its target"
+        )
+    if spec.shape.vocab_size != target.shape.vocab_size:
+        raise UserError(
+            f"{spec.name}: vocab_size = {spec.shape.vocab_size}, but the target {target.name!r} has "
+            f"{target.shape.vocab_size}: set them equal, padding included"
+        )
+
+
+def initial_params(
+    spec: ModelSpec, target: Target | None, draft_ids: np.ndarray | None
+) -> Params | None:
+    """Host arrays that a model starts from, None for random ones.
+
+    Raises:
+      UserError: the target's layers do not fit the model's.
+    """
+    if spec.init == "random" or target is None:
+        return None
+    source = target.params
+    depth = len(source["layers"])
+    if wrong := [layer for layer in spec.layers if not 0 <= layer < depth]:
+        raise UserError(
+            f"{spec.name}: ModelSpec.layers names layer {wrong[0]}, but the target {target.name!r} has "
+            f"layers 0..{depth - 1}"
+        )
+    params = {
+        "embedding": source["embedding"],
+        "norm": source["norm"],
+        "layers": {str(i): source["layers"][str(layer)] for i, layer in enumerate(spec.layers)},
+    }
+    if not spec.shape.tied_head:
+        head = source.get("head", source["embedding"])
+        params["head"] = head if draft_ids is None else head[draft_ids]
+    _require_fit(spec, params, target)
+    return stack_layers(params) if spec.execution.scan else params
+
+
+def _require_fit(spec: ModelSpec, params: Params, target: Target) -> None:
+    own = abstract_params(spec.shape)
+    found, wanted = _shapes(params), _shapes(own)
+    for path in sorted({*found, *wanted}):
+        if found.get(path) != wanted.get(path):
+            raise UserError(
+                f"{spec.name}: {path} is {wanted.get(path)}, but {found.get(path)} in the target "
+                f"{target.name!r}: init = 'target' needs the target's widths and kinds of layers"
+            )
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {"/".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves}
