@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from drafters.shapes import TransformerShape
 from drafters.tokenizers import Tokenizer, require_fit
 from drafters.transformer import Params, abstract_params
 from pipeline.core.artifacts import Lineage
-from pipeline.core.run_dir import atomic_directory
+from pipeline.core.errors import UserError
+from pipeline.core.run_dir import atomic_directory, is_bucket
 
 
 def write_model(
@@ -48,9 +50,10 @@ def write_model(
       UserError: the tokenizer has more ids than the embedding rows, or the file system refuses.
     """
     path = epath.Path(path)
+    dtype = np.dtype(next(iter(flatten(params).values())).dtype).name
     if tokenizer is not None:
         require_fit(tokenizer, shape.vocab_size, path)
-    dtype = np.dtype(next(iter(flatten(params).values())).dtype).name
+    _require_space(path, shape.weight_bytes(dtype))
     weights_hash = hash_params(params)
     with atomic_directory(path) as folder:
         save_params(folder / model_card.WEIGHTS, dict(params))
@@ -72,6 +75,19 @@ def write_model(
         )
         model_card.write_card(folder, card)
     return card
+
+
+def _require_space(path: epath.Path, num_bytes: int) -> None:
+    """Refuses what certainly does not fit before the first byte is written."""
+    if is_bucket(path):
+        return
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise UserError(
+            f"{path} needs {num_bytes / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB are free in {existing}; "
+            "free some space or choose another place"
+        )
 
 
 def read_params_of(path: epath.PathLike, card: ModelCard, dtype: str | None = None) -> Params:
