@@ -87,6 +87,30 @@ class Placement:
         shardings = self.param_shardings(shape, scan)
         return jax.tree.map(place, abstract_params(shape, dtype, scan), shardings)
 
+    def reading_params(self, shape: TransformerShape, dtype: Any) -> Params:
+        """ShapeDtypeStructs with the shardings a checkpoint of `shape` is read in, before `put`.
+
+        The parameters that `put` reorders are still whole heads of the stored model, which may be fewer
+        than chips: they are read divided along their width.
+        """
+        if self.layout(shape).kv_repeats == 1:
+            return self.abstract_params(shape, dtype)
+        by_width = {
+            "qkv": self.sharding(None, None, None, self.axes),
+            "out": self.sharding(self.axes),
+        }
+        chips = self.chips_per_copy
+
+        def of(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            name = path[-1].key
+            if name not in (*by_width, "qkv_bias"):
+                return leaf
+            divides = name in by_width and shape.width % chips == 0
+            sharding = by_width[name] if divides else self.sharding()
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree_util.tree_map_with_path(of, self.abstract_params(shape, dtype))
+
     def cache_shardings(self, shape: TransformerShape) -> KVCache:
         """Shardings of a cache [B, G, S, H] of the served shape."""
         heads = self.axes if self.axes and self.layout(shape).shard_attention else None
@@ -98,7 +122,9 @@ class Placement:
         """Moves the parameters of `shape` here, as those of `served_shape(shape)`."""
         repeats = self.layout(shape).kv_repeats
         shardings = self.param_shardings(self.served_shape(shape))
-        return jax.device_put(repeat_kv_heads(params, repeats), shardings)
+        if repeats > 1:
+            params = jax.jit(repeat_kv_heads, static_argnums=1)(params, repeats)
+        return jax.device_put(params, shardings)
 
 
 def repeat_kv_heads(params: Params, repeats: int) -> Params:

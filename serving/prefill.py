@@ -131,7 +131,7 @@ def _begin(
         done=never,
         failed=never,
         rounds=zeros,
-        drafted=zeros,
+        drafted=jnp.zeros((batch, room), jnp.int32),
         accepted=jnp.zeros((batch, room), jnp.int32),
     )
     scores = jnp.zeros((behind.shape[0], batch, engine.k + 1), jnp.float32)

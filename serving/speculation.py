@@ -70,7 +70,7 @@ class Progress:
     done: Array  # bool[B]
     failed: Array  # bool[B], the target's scores were not finite
     rounds: Array  # i32[B]
-    drafted: Array  # i32[B]
+    drafted: Array  # i32[B, C], drafts judged in each round
     accepted: Array  # i32[B, C], drafts accepted in each round
 
 
@@ -302,8 +302,10 @@ def take_turn(
 # --------------------------------------------------------------------------------------------------
 
 
-def _advance(engine: Engine, requests: Requests, progress: Progress, turn: Turn) -> Progress:
-    """Writes the committed tokens down and ends rows."""
+def _advance(
+    engine: Engine, requests: Requests, progress: Progress, num_drafted: Array, turn: Turn
+) -> Progress:
+    """Writes the committed tokens down, and what became of num_drafted i32[B] drafts; ends rows."""
     rows = jnp.arange(turn.count.shape[0])
     places = progress.length[:, None] + jnp.arange(turn.block.shape[1])
     kept = jnp.arange(turn.block.shape[1])[None] < turn.count[:, None]
@@ -319,7 +321,7 @@ def _advance(engine: Engine, requests: Requests, progress: Progress, turn: Turn)
         done=progress.done | ended | (length >= requests.limit) | (turn.failed > 0),
         failed=progress.failed | (turn.failed > 0),
         rounds=progress.rounds + active,
-        drafted=progress.drafted,
+        drafted=progress.drafted.at[rows, slot].set(num_drafted, mode="drop"),
         accepted=progress.accepted.at[rows, slot].set(turn.accepted, mode="drop"),
     )
 
@@ -361,9 +363,7 @@ def play_round(engine: Engine, weights: Weights, requests: Requests, state: Stat
     """One round: turn, broadcast, scores."""
     with jax.named_scope("turn"):
         turn, private = _turn(engine, weights, requests, state)
-    drafted = jnp.where(turn.count > 0, state.num_drafted, 0)
-    progress = _advance(engine, requests, state.progress, turn)
-    progress = dataclasses.replace(progress, drafted=progress.drafted + drafted)
+    progress = _advance(engine, requests, state.progress, state.num_drafted, turn)
     last = jnp.take_along_axis(turn.block, jnp.maximum(turn.count - 1, 0)[:, None], axis=1)
     tokens = jnp.concatenate((last, turn.drafts), axis=1)
     # All committed tokens but the last are in the cache; what lies behind them is rolled back.

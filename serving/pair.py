@@ -1,0 +1,147 @@
+"""A target and what drafts for it, loaded and placed: everything that is needed to serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from drafters import model_card
+from drafters.autoregressive import Autoregressive, DrafterParams
+from drafters.checkpoints import restore_params
+from drafters.drafter import Drafter
+from drafters.formats.tensors import DTYPES
+from drafters.mesh import Topology
+from drafters.model_card import ModelCard
+from drafters.ngram import Ngram
+from drafters.shapes import TransformerShape
+from drafters.sharding import Placement
+from drafters.tokenizers import Tokenizer
+from drafters.transformer import Params, abstract_params
+from pipeline.core.errors import UserError
+from pipeline.core.run_dir import RunDir
+from serving.plan import Choice
+from serving.speculation import Engine, Weights
+
+NGRAM = "ngram"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A served target.
+
+    Attributes:
+      engine, weights: the compiled program's static half and its parameters.
+      tokenizer: the target's.
+      context: longest row of the target.
+      notes: what a person should know about how the models lie on the mesh.
+    """
+
+    engine: Engine
+    weights: Weights
+    tokenizer: Tokenizer
+    context: int
+    notes: tuple[str, ...] = ()
+
+    def plain(self) -> Pair:
+        """The same target decoded without a drafter."""
+        engine = dataclasses.replace(
+            self.engine, drafter=None, k=0, drafter_placement=None, leader=self.engine.leader
+        )
+        return dataclasses.replace(self, engine=engine, weights=self.weights._replace(drafter=None))
+
+
+def model_folder(run_dir: str, name: str) -> epath.Path:
+    """The model directory that `name` means: a path if it has a slash, else one of the run directory."""
+    return epath.Path(name).expanduser() if "/" in name else RunDir.at(run_dir).model(name)
+
+
+def load(run_dir: str, topology: Topology, target: str, choice: Choice) -> Pair:
+    """Loads both models and puts them where `choice` says.
+
+    Raises:
+      UserError: a model is missing or damaged, the tokenizers differ, or the mesh does not fit.
+    """
+    folder = model_folder(run_dir, target)
+    card = model_card.read_card(folder)
+    tokenizer = model_card.read_tokenizer(folder, card)
+    everywhere = topology.placement() if topology.num_chips > 1 else None
+    dtype = _serving_dtype(topology, card)
+    shape, params, notes = _load_model(folder, card, everywhere, dtype)
+    leader = choice.leader and everywhere is not None
+    drafter, drafter_params, drafter_placement, more = _load_drafter(
+        run_dir, topology, choice, tokenizer, dtype
+    )
+    engine = Engine(
+        shape=shape,
+        num_tokens=tokenizer.vocab_size,
+        eos_ids=tuple(tokenizer.eos_ids),
+        dtype=dtype,
+        drafter=drafter,
+        k=choice.k,
+        rule=choice.rule,
+        placement=everywhere,
+        drafter_placement=drafter_placement,
+        leader=leader,
+    )
+    return Pair(
+        engine=engine,
+        weights=Weights(params, drafter_params),
+        tokenizer=tokenizer,
+        context=shape.context,
+        notes=(*notes, *more),
+    )
+
+
+def _serving_dtype(topology: Topology, card: ModelCard) -> str:
+    """fp32 on CPUs, whose bf16 arithmetic is emulated; bf16 on accelerators."""
+    return "float32" if topology.platform == "cpu" else "bfloat16"
+
+
+def _load_model(
+    folder: epath.Path, card: ModelCard, placement: Placement | None, dtype: str
+) -> tuple[TransformerShape, Params, tuple[str, ...]]:
+    weights = folder / model_card.WEIGHTS
+    if placement is None:
+        params = restore_params(weights, abstract_params(card.shape, DTYPES[dtype]))
+        return card.shape, params, ()
+    params = restore_params(weights, placement.reading_params(card.shape, DTYPES[dtype]))
+    notes = tuple(f"{folder.name}: {note}" for note in placement.layout(card.shape).notes())
+    return placement.served_shape(card.shape), placement.put(card.shape, params), notes
+
+
+def _load_drafter(
+    run_dir: str, topology: Topology, choice: Choice, tokenizer: Tokenizer, dtype: str
+) -> tuple[Drafter | None, Any, Placement | None, tuple[str, ...]]:
+    if not choice.k:
+        return None, None, None, ()
+    if choice.drafter == NGRAM:
+        return Ngram(tokenizer.vocab_size), None, None, ()
+    folder = model_folder(run_dir, choice.drafter)
+    card = model_card.read_card(folder)
+    _require_same_tokenizer(folder, model_card.read_tokenizer(folder, card), tokenizer)
+    placement = None
+    if topology.num_chips > 1:
+        placement = topology.placement(1 if choice.leader else choice.chips_per_copy)
+    shape, params, notes = _load_model(folder, card, placement, dtype)
+    ids = model_card.read_draft_ids(folder, card)
+    params = DrafterParams(params, _held(ids, placement))
+    return Autoregressive(shape, dtype), params, placement, notes
+
+
+def _held(ids: np.ndarray | None, placement: Placement | None) -> jax.Array | None:
+    if ids is None:
+        return None
+    return jax.device_put(ids, placement.sharding()) if placement else jnp.asarray(ids)
+
+
+def _require_same_tokenizer(folder: epath.Path, drafter: Tokenizer, target: Tokenizer) -> None:
+    if difference := target.first_difference(drafter):
+        raise UserError(
+            f"{folder}: the drafter has another tokenizer than the target ({difference}); its drafts "
+            "would mean other text. Train a drafter on the target's tokenizer"
+        )

@@ -1,0 +1,149 @@
+"""The plan: what to serve on one mesh, or that speculation does not pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pipeline.core import artifacts
+from pipeline.core.errors import UserError
+from pipeline.core.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Of decoding: milliseconds per token, and quantiles of a request's time."""
+
+    ms_per_token: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One choice that was considered."""
+
+    drafter: str
+    k: int
+    rule: str
+    placement: str
+    predicted: Times
+    measured: Times | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the plan was made for."""
+
+    tasks: tuple[str, ...]
+    warp: dict[str, Any]
+    batch: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBill:
+    """What the drafter cost, and after how many served tokens it has paid that back."""
+
+    tokens: int
+    hours: float
+    break_even_tokens: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(artifacts.Artifact):
+    """`plan.json`. Without speculation `drafter` is empty and `k` is 0."""
+
+    SCHEMA: ClassVar[int] = 1
+    STAGE: ClassVar[str] = "pipeline.codesign"
+
+    verdict: Literal["speculate", "do_not_speculate"]
+    target: str
+    drafter: str
+    k: int
+    rule: Literal["token", "block"]
+    placement: Literal["sharded", "leader"]
+    chips_per_copy: int
+    objective: str
+    workload: Workload
+    predicted: Times
+    measured: Times | None
+    baseline_ms_per_token: float
+    training_cost: TrainingBill | None
+    candidates: tuple[Candidate, ...]
+    reason: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a target is served.
+
+    Attributes:
+      drafter: a model of the run directory, a path to a model directory, "ngram", or "" for none.
+      k: drafts per round; 0 is plain decoding.
+      rule: "token" or "block".
+      chips_per_copy: chips that share one copy of the drafter; 0 for all.
+      leader: the first chip alone drafts and verifies; the drafter then lies whole on it.
+    """
+
+    drafter: str = ""
+    k: int = 4
+    rule: Literal["token", "block"] = "token"
+    chips_per_copy: int = 0
+    leader: bool = False
+
+    def __post_init__(self):
+        if self.k < 0:
+            raise ValueError(f"Choice.k must be at least 0, not {self.k}")
+        if self.leader and self.chips_per_copy > 1:
+            raise ValueError(
+                f"Choice.leader drafts on one chip; chips_per_copy = {self.chips_per_copy} must be 1"
+            )
+
+
+def choice_of(run_dir: str, configured: Choice | None, k: int | None) -> Choice:
+    """What to serve: the config's choice if it makes one, else the run directory's plan.
+
+    Args:
+      run_dir: where plan.json is.
+      configured: the config's choice.
+      k: the command line's number of drafts, which overrides either.
+
+    Raises:
+      UserError: neither names a drafter, and k is not 0.
+    """
+    if configured is None:
+        configured = _planned(run_dir, k)
+    if k is None:
+        k = configured.k if configured.drafter else 0
+    if k and not configured.drafter:
+        raise UserError(
+            f"--k={k} needs a drafter, and none was chosen: bind Choice.drafter to a model, to 'ngram', "
+            "or decode plainly with --k=0"
+        )
+    return Choice(
+        drafter=configured.drafter if k else "",
+        k=k,
+        rule=configured.rule,
+        chips_per_copy=configured.chips_per_copy,
+        leader=configured.leader,
+    )
+
+
+def _planned(run_dir: str, k: int | None) -> Choice:
+    path = RunDir.at(run_dir).plan
+    if not path.exists():
+        if k == 0:
+            return Choice(k=0)
+        raise UserError(
+            f"{path} does not exist: run python -m pipeline.codesign first, choose a drafter in the "
+            "config (sps.choice), or decode plainly with --k=0"
+        )
+    plan = artifacts.read(path, Plan)
+    leader = plan.placement == "leader"
+    copy = 1 if leader else plan.chips_per_copy
+    return Choice(
+        drafter=plan.drafter, k=plan.k, rule=plan.rule, chips_per_copy=copy, leader=leader
+    )

@@ -1,0 +1,319 @@
+"""Serves a target through speculative sampling: prompts in, text of exactly the target's distribution out.
+
+    python -m serving.sps --gin_file=gin/smollm2.gin --prompt="def main():" --stream
+    python -m serving.sps --gin_file=gin/smollm2.gin --prompts_file=in.jsonl --output=out.jsonl
+
+Exit code 0: all prompts were answered; 1: some were refused or failed, and their lines say why; 2: nothing
+could be done, and one message says why; 130: interrupted, finished lines are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from drafters.mesh import Topology
+from pipeline.core import config
+from pipeline.core.errors import UserError, run_cli
+from pipeline.core.run_dir import atomic_open
+from serving import compare, show
+from serving.decode import Answer, Prompt, decode_all
+from serving.pair import Pair, load
+from serving.plan import Choice, choice_of
+from serving.sampling import SamplingParams
+
+SETTINGS = (Topology, Choice, SamplingParams)
+ONE_DEVICE = Topology(name="host_1", platform="cpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the command line asks for, besides the config.
+
+    Attributes:
+      lines: one mapping per prompt, "prompt" and overriding sampling fields, or an "error".
+      output: a JSONL file to write; None for text on standard output.
+      stream, chat, show, compare: the flags of these names.
+    """
+
+    lines: tuple[dict[str, Any], ...]
+    output: str | None = None
+    stream: bool = False
+    chat: bool = False
+    show: bool = False
+    compare: bool = False
+
+
+def sps(
+    *,
+    run_dir: str,
+    target: str,
+    topology: Topology = ONE_DEVICE,
+    choice: Choice | None = None,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 frozen
+    batch_size: int = 1,
+    dry_run: bool = False,
+    k: int | None = None,
+    job: Job | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> int:
+    """Serves `target`.
+
+    Args:
+      run_dir: where models and plan.json are.
+      target: a model of the run directory, or a path to a model directory.
+      topology: the mesh to serve on.
+      choice: drafter, K, rule and placement; the run directory's plan by default.
+      sampling: defaults of every request.
+      batch_size: prompts served together.
+      dry_run: load, say what would be served, and stop.
+      k: drafts per round, over the choice's.
+      job: prompts and flags of the command line.
+      overrides: sampling fields of the command line, over `sampling`.
+
+    Returns:
+      The exit code.
+    """
+    job = job or Job(lines=())
+    defaults = SamplingParams.from_json(overrides or {}, sampling)
+    topology.prepare()
+    pair = load(run_dir, topology, target, choice_of(run_dir, choice, k))
+    if dry_run:
+        sys.stdout.write(describe(pair, topology) + "\n")
+        return 0
+    for note in pair.notes:
+        sys.stderr.write(f"note: {note}\n")
+    prompts = [_prompt(pair, i, line, defaults, job.chat) for i, line in enumerate(job.lines)]
+    if job.compare:
+        sys.stdout.write(compare.report(pair, prompts, batch_size) + "\n")
+        return 0
+    rounds = 1 if job.stream else 32
+    answers = decode_all(
+        pair,
+        prompts,
+        batch_size=batch_size,
+        rounds_per_call=rounds,
+        on_text=_print_piece if job.stream else None,
+    )
+    return _write(pair, job, answers)
+
+
+def describe(pair: Pair, topology: Topology) -> str:
+    """The plan in a few lines: models, memory, placement."""
+    engine = pair.engine
+    lines = [
+        f"topology  {topology.name}: {topology.num_chips} {topology.platform} devices",
+        f"target    {engine.shape.num_params() / 1e6:,.1f} M parameters, "
+        f"{engine.shape.weight_bytes(engine.dtype) / 1e6:,.0f} MB as {engine.dtype}, "
+        f"{engine.shape.cache_bytes_per_token(engine.dtype):,} cache bytes per token",
+    ]
+    if engine.drafter is None:
+        lines.append("drafter   none: plain decoding")
+    else:
+        where = "the first chip leads" if engine.leader else "with the target"
+        if engine.drafter_placement is not None and not engine.leader:
+            where = f"{engine.drafter_placement.chips_per_copy} chips per copy"
+        shape = getattr(engine.drafter, "shape", None)
+        size = f"{shape.num_params() / 1e6:,.1f} M parameters" if shape else "no parameters"
+        lines.append(
+            f"drafter   {type(engine.drafter).__name__.lower()}, {size}; K = {engine.k}, "
+            f"{engine.rule} rule, {where}"
+        )
+    return "\n".join([*lines, *(f"note      {note}" for note in pair.notes)])
+
+
+def _prompt(
+    pair: Pair, index: int, line: dict[str, Any], defaults: SamplingParams, chat: bool
+) -> Prompt:
+    """One input line as a request; what is wrong with it becomes its answer's error."""
+    text = line.get("prompt", "")
+    if "error" in line:
+        return Prompt(index=index, text=text, error=line["error"])
+    fields = {name: value for name, value in line.items() if name != "prompt"}
+    try:
+        params = SamplingParams.from_json(fields, defaults)
+        encode = pair.tokenizer.encode
+        tokens = (
+            pair.tokenizer.encode_chat([{"role": "user", "content": text}])
+            if chat
+            else encode(text)
+            if text
+            else []
+        )
+        return Prompt(index=index, text=text, tokens=tuple(tokens), params=params)
+    except UserError as error:
+        return Prompt(index=index, text=text, error=str(error))
+
+
+def _print_piece(index: int, text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _write(pair: Pair, job: Job, answers: Iterator[Answer]) -> int:
+    if job.output:
+        return _write_lines(job, answers)
+    failed = 0
+    for answer in answers:
+        if answer.error:
+            failed += 1
+            sys.stderr.write(f"error: prompt {answer.index}: {answer.error}\n")
+        elif job.show:
+            sys.stdout.write(show.coloured(answer, pair.tokenizer) + "\n")
+        else:
+            sys.stdout.write("\n" if job.stream else answer.text + "\n")
+    return (2 if len(job.lines) == 1 else 1) if failed else 0
+
+
+def _write_lines(job: Job, answers: Iterator[Answer]) -> int:
+    """Writes JSONL; what was finished is kept when the user interrupts."""
+    assert job.output is not None
+    failed, interrupted = 0, False
+    with (
+        atomic_open(job.output) as file,
+        tqdm(total=len(job.lines), unit="prompt", disable=None) as bar,
+    ):
+        try:
+            for answer in answers:
+                failed += bool(answer.error)
+                file.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
+                bar.update()
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+    return 1 if failed else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+# --------------------------------------------------------------------------------------------------
+
+
+def read_lines(path: str) -> tuple[dict[str, Any], ...]:
+    """The prompts of a JSONL file; a malformed line becomes one with an "error" that names it.
+
+    Raises:
+      UserError: no such file, not UTF-8, or empty.
+    """
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 (byte {error.start}): convert it, e.g. with iconv"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    lines = [
+        _line(path, number, line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip()
+    ]
+    if not lines:
+        raise UserError(f"{path} holds no prompts: one JSON object per line, with a 'prompt'")
+    return tuple(lines)
+
+
+def _line(path: str, number: int, line: str) -> dict[str, Any]:
+    where = f"{path}, line {number}"
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        return {"error": f"{where}: not JSON ({error.msg})"}
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+        return {"error": f"{where}: expected an object with a string 'prompt'"}
+    return value
+
+
+def _one_prompt(flags: argparse.Namespace, stdin: TextIO) -> str:
+    if flags.prompt is not None:
+        # What the shell passed on undecodable bytes; no tokenizer takes those.
+        if any("\udc80" <= character <= "\udcff" for character in flags.prompt):
+            raise UserError("--prompt is not UTF-8: convert it, e.g. with iconv")
+        return flags.prompt
+    try:
+        return stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 (byte {error.start}): convert it") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.sps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    config.add_flags(parser)
+    parser.add_argument("--prompt", help="one prompt; standard input without any")
+    parser.add_argument("--prompts_file", metavar="JSONL", help='{"prompt": ...} lines; "-": stdin')
+    parser.add_argument("--output", metavar="JSONL", help="one answer per line, in input order")
+    parser.add_argument("--k", type=int, help="drafts per round; 0 is plain decoding")
+    for name, kind in (
+        ("seed", int),
+        ("max_tokens", int),
+        ("temperature", float),
+        ("top_k", int),
+        ("top_p", float),
+        ("min_p", float),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help="sampling, over the config's")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; repeatable")
+    parser.add_argument("--stream", action="store_true", help="print text as it comes")
+    parser.add_argument("--chat", action="store_true", help="wrap prompts in the chat template")
+    parser.add_argument(
+        "--show", action="store_true", help="colour accepted, corrected and bonus tokens"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="time plain decoding beside speculation"
+    )
+    return parser
+
+
+_SAMPLING_FLAGS = ("seed", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    flags = config.parse_flags(_parser(), arguments)
+    overrides = {
+        name: getattr(flags, name) for name in _SAMPLING_FLAGS if getattr(flags, name) is not None
+    }
+    if flags.dry_run:
+        lines: tuple[dict[str, Any], ...] = ()
+    elif flags.prompts_file:
+        lines = read_lines(flags.prompts_file)
+    else:
+        lines = ({"prompt": _one_prompt(flags, sys.stdin)},)
+    job = Job(
+        lines=lines,
+        output=flags.output,
+        stream=flags.stream,
+        chat=flags.chat,
+        show=flags.show,
+        compare=flags.compare,
+    )
+    configured = config.load(
+        sps,
+        SETTINGS,
+        files=flags.gin_file,
+        bindings=flags.gin_bindings,
+        supplied={
+            "run_dir": flags.run_dir,
+            "dry_run": flags.dry_run,
+            "k": flags.k,
+            "job": job,
+            "overrides": overrides,
+        },
+    )
+    return configured.stage()
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
