@@ -84,7 +84,7 @@ class Autoregressive:
         committed = state.committed + count
         kept = jnp.minimum(state.cache.length, committed - 1)
         first = jnp.clip(count - (committed - kept), 0, block.shape[1] - 1)[:, None]
-        places = jnp.minimum(first + jnp.arange(2), block.shape[1] - 1)
+        places = jnp.minimum(first + jnp.arange(2)[None], block.shape[1] - 1)
         pending = jnp.take_along_axis(block, places, axis=1)
         return AutoregressiveState(state.cache.with_length(kept), pending, committed)
 

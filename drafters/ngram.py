@@ -70,7 +70,7 @@ class Ngram:
         start = jax.vmap(self._continuation)(state.tokens, state.length)
         # A copy that runs into the present goes on with its own beginning: text of that period.
         period = state.length - start
-        places = start[:, None] + jnp.arange(k) % jnp.maximum(period, 1)[:, None]
+        places = start[:, None] + jnp.arange(k)[None] % jnp.maximum(period, 1)[:, None]
         drafts = jnp.take_along_axis(state.tokens, places, axis=1)
         probs = jax.nn.one_hot(drafts, self.vocab_size, dtype=jnp.float32)
         return Proposal(drafts, probs, jnp.where(period > 0, k, 0)), state

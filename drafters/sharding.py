@@ -111,12 +111,12 @@ class Placement:
 
         return jax.tree_util.tree_map_with_path(of, self.abstract_params(shape, dtype))
 
-    def cache_shardings(self, shape: TransformerShape) -> KVCache:
-        """Shardings of a cache [B, G, S, H] of the served shape."""
+    def cache_shardings(self, shape: TransformerShape) -> Any:
+        """A KVCache of shardings: of a cache [B, G, S, H] of the served shape."""
         heads = self.axes if self.axes and self.layout(shape).shard_attention else None
         one = self.sharding(None, heads)
         layers = (one,) * shape.num_layers
-        return KVCache(layers, layers, self.sharding())
+        return KVCache(layers, layers, self.sharding())  # pyright: ignore[reportArgumentType]
 
     def put(self, shape: TransformerShape, params: Params) -> Params:
         """Moves the parameters of `shape` here, as those of `served_shape(shape)`."""

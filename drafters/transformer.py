@@ -315,7 +315,7 @@ class Transformer(nnx.Module):
         The returned length counts all T tokens; the caller lowers it for rows that committed fewer. The
         cache needs room for length + max(T, SMALLEST_WRITE).
         """
-        start, steps = cache.length, jnp.arange(tokens.shape[1])
+        start, steps = cache.length, jnp.arange(tokens.shape[1])[None]
         positions = start[:, None] + steps
         slots = jnp.arange(cache.capacity)[None]
         views = self.views(positions, start, True, slots)

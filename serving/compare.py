@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from serving import speculation
-from serving.decode import Answer, Prompt, decode_all
+from serving.decode import Answer, Prompt
 from serving.pair import Pair
 
 

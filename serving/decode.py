@@ -34,7 +34,7 @@ class Prompt:
     index: int
     text: str
     tokens: tuple[int, ...] = ()
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = SamplingParams()  # noqa: RUF009 frozen
     error: str = ""
 
 
@@ -46,7 +46,7 @@ class Answer:
       tokens: generated ids, without the end token, up to the one that completes a stop string.
       text: their text, up to the stop string.
       finish_reason: "stop" (end token or stop string), "length" (max_tokens or context) or "error".
-      rounds, drafted, accepted: of the speculation; and per round, `drafted_per_round` counting drafts judged.
+      rounds, drafted, accepted: of the speculation, in all and per round; drafted are those that were judged.
       emitted: `len(tokens)`.
       wall_s, ttft_s: seconds from the batch's start (programs compiled) to the end and to the first text.
       ms_per_token: of decoding, from the first text on.
@@ -199,7 +199,6 @@ def _decode_served(
         state = speculation.run_rounds(
             pair.engine, pair.weights, batch.requests, state, jnp.int32(budget)
         )
-        assert state.progress is not None
         state = _read(state, rows, batch, time.perf_counter() - started, on_text)
         budget = rounds_per_call
     return _answers(rows, jax.device_get(state.progress), time.perf_counter() - started)
@@ -225,7 +224,8 @@ def _read(
     batch.seen = lengths.copy()
     if (stopped == done).all():
         return state
-    return dataclasses.replace(state, progress=dataclasses.replace(progress, done=stopped))
+    ended = dataclasses.replace(progress, done=jnp.asarray(stopped))
+    return dataclasses.replace(state, scored=dataclasses.replace(state.scored, progress=ended))
 
 
 class _Batch:
@@ -290,7 +290,6 @@ class _Batch:
 
     def fitted(self, state: State, rounds: int) -> tuple[State, int]:
         """The state with room for some rounds, at most `rounds`, and how many they are."""
-        assert state.target is not None
         engine, longest = self.pair.engine, int(self.seen.max())
         if state.target.capacity >= self._enough:
             return state, rounds

@@ -21,7 +21,16 @@ from drafters.kv_cache import KVCache
 from drafters.transformer import with_params
 from serving import penalties as penalising
 from serving.leader import alone, for_each_chip
-from serving.speculation import Engine, Private, Progress, Requests, State, Weights, everywhere
+from serving.speculation import (
+    Engine,
+    Private,
+    Progress,
+    Requests,
+    Scored,
+    State,
+    Weights,
+    everywhere,
+)
 
 LARGEST_CHUNK = 512
 SMALLEST_CHUNK = 16
@@ -135,11 +144,14 @@ def _begin(
         accepted=jnp.zeros((batch, room), jnp.int32),
     )
     scores = jnp.zeros((behind.shape[0], batch, engine.k + 1), jnp.float32)
-    return State(
+    scored = Scored(
         progress=progress,
         drafts=jnp.zeros((batch, engine.k), jnp.int32),
         num_drafted=zeros,
         scores=scores.at[:, :, 0].set(behind),
+    )
+    return State(
+        scored=scored,
         target=prefix.target.with_length(lengths),
         private=_private(engine, requests, prefix.drafter, prompts, lengths),
     )
@@ -193,8 +205,6 @@ def start(
 @functools.partial(jax.jit, static_argnames=("engine", "capacity"))
 def grown(engine: Engine, state: State, capacity: int) -> State:
     """The same state with caches of another bucket."""
-    assert state.target is not None
-    assert state.private is not None
     drafter = state.private.drafter
     if drafter is not None:
         assert engine.drafter is not None

@@ -42,7 +42,7 @@ RULES: dict[str, Callable[..., Verdict]] = {"token": token_rule, "block": block_
 class Weights(NamedTuple):
     """Parameters of both models; `drafter` is None without one."""
 
-    target: Params | None
+    target: Params
     drafter: Any
 
 
@@ -86,8 +86,8 @@ class Private:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
-    """Between two rounds: a scored block that awaits its verdict."""
+class Scored:
+    """A block that awaits its verdict; known to every chip."""
 
     progress: Progress
     drafts: Array  # i32[B, K]
@@ -95,8 +95,21 @@ class State:
     scores: (
         Array  # f32[V, B, K + 1], the target's logits behind the last token and behind each draft
     )
-    target: KVCache | None
-    private: Private | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """Between two rounds."""
+
+    scored: Scored
+    target: KVCache
+    private: Private
+
+    @property
+    def progress(self) -> Progress:
+        """What the rows have committed."""
+        return self.scored.progress
 
 
 class Turn(NamedTuple):
@@ -163,29 +176,30 @@ class Engine:
 # --------------------------------------------------------------------------------------------------
 
 
-def _target_probs(engine: Engine, requests: Requests, state: State) -> Array:
+def _target_probs(requests: Requests, scored: Scored, history: History | None) -> Array:
     """q, f32[B, K + 1, V]: the warped scores."""
-    logits = state.scores.transpose(1, 2, 0)
+    logits = scored.scores.transpose(1, 2, 0)
     if requests.penalties is not None:
-        history = state.private.history
-        logits = penalising.penalise(logits, requests.penalties, history, state.drafts)
+        logits = penalising.penalise(logits, requests.penalties, history, scored.drafts)
     return sampling.warp(logits, requests.warp)
 
 
-def _drafter_probs(engine: Engine, weights: Weights, private: Private) -> Array:
+def _drafter_probs(engine: Engine, params: Any, private: Private) -> Array:
     """p, f32[B, K, V]: what the drafts were drawn from, over the target's vocabulary."""
-    ids = engine.drafter and engine.drafter.vocabulary(weights.drafter)
+    ids = engine.drafter and engine.drafter.vocabulary(params)
     return private.probs if ids is None else expand(private.probs, ids, engine.num_tokens)
 
 
-def _judge(engine: Engine, weights: Weights, requests: Requests, state: State) -> Verdict:
-    q = _target_probs(engine, requests, state)
+def _judge(
+    engine: Engine, params: Any, requests: Requests, scored: Scored, private: Private
+) -> Verdict:
+    q = _target_probs(requests, scored, private.history)
     if engine.k == 0:
         p = jnp.zeros((q.shape[0], 0, q.shape[2]), q.dtype)
     else:
-        p = _drafter_probs(engine, weights, state.private)
-    keys = sampling.request_key(requests.seed, state.progress.length, 0, Purpose.VERIFY)
-    return RULES[engine.rule](keys, state.drafts, state.num_drafted, p, q)
+        p = _drafter_probs(engine, params, private)
+    keys = sampling.request_key(requests.seed, scored.progress.length, 0, Purpose.VERIFY)
+    return RULES[engine.rule](keys, scored.drafts, scored.num_drafted, p, q)
 
 
 def _block_of(drafts: Array, verdict: Verdict) -> Array:
@@ -201,15 +215,17 @@ def _is_end(engine: Engine, requests: Requests, tokens: Array) -> Array:
     return jnp.logical_and(ends, ~requests.ignore_eos[:, None])
 
 
-def _committed(engine: Engine, requests: Requests, state: State, verdict: Verdict) -> Turn:
+def _finite(scored: Scored) -> Array:
+    """bool[B]: whether the scores that a verdict reads are numbers."""
+    finite = sampling.finite_rows(scored.scores.transpose(1, 2, 0))
+    unread = jnp.arange(finite.shape[1])[None] > scored.num_drafted[:, None]
+    return jnp.all(finite | unread, axis=1)
+
+
+def _committed(engine: Engine, requests: Requests, scored: Scored, verdict: Verdict) -> Turn:
     """What stands of the block: nothing behind the first end token, nothing beyond the limit."""
-    progress = state.progress
-    block = _block_of(state.drafts, verdict)
-    finite = jnp.all(
-        sampling.finite_rows(state.scores.transpose(1, 2, 0))
-        | (jnp.arange(block.shape[1])[None] > state.num_drafted[:, None]),
-        axis=1,
-    )
+    progress = scored.progress
+    block, finite = _block_of(scored.drafts, verdict), _finite(scored)
     end = _is_end(engine, requests, block)
     before_end = jnp.where(jnp.any(end, axis=1), jnp.argmax(end, axis=1) + 1, block.shape[1])
     count = jnp.minimum(verdict.num_accepted + 1, before_end)
@@ -220,8 +236,8 @@ def _committed(engine: Engine, requests: Requests, state: State, verdict: Verdic
         count=jnp.where(active, count, 0),
         accepted=verdict.num_accepted,
         failed=(~finite & ~progress.done).astype(jnp.int32),
-        drafts=state.drafts,
-        num_drafted=state.num_drafted,
+        drafts=scored.drafts,
+        num_drafted=scored.num_drafted,
     )
 
 
@@ -259,16 +275,16 @@ def _room(engine: Engine, requests: Requests, length: Array) -> Array:
 
 
 def _draft(
-    engine: Engine, weights: Weights, requests: Requests, private: Private, length: Array
+    engine: Engine, params: Any, requests: Requests, private: Private, length: Array
 ) -> tuple[Proposal, Private]:
     """Drafts behind rows that are now length i32[B] long."""
     assert engine.drafter is not None
-    ids = engine.drafter.vocabulary(weights.drafter)
+    ids = engine.drafter.vocabulary(params)
     history = private.history
     if history is not None and ids is not None:
         history = penalising.restrict(history, ids)
     proposal, drafter = engine.drafter.propose(
-        weights.drafter,
+        params,
         private.drafter,
         _choose(engine, requests, ids, length),
         history,
@@ -280,11 +296,11 @@ def _draft(
 
 
 def take_turn(
-    engine: Engine, weights: Weights, requests: Requests, state: State
+    engine: Engine, params: Any, requests: Requests, scored: Scored, private: Private
 ) -> tuple[Turn, Private]:
-    """Judges the scored block and drafts the next one."""
-    turn = _committed(engine, requests, state, _judge(engine, weights, requests, state))
-    private = state.private
+    """Judges the scored block and drafts the next one; `params` are the drafter's."""
+    verdict = _judge(engine, params, requests, scored, private)
+    turn = _committed(engine, requests, scored, verdict)
     if private.history is not None:
         seen = penalising.observe(private.history, turn.block, turn.count)
         private = dataclasses.replace(private, history=seen)
@@ -292,8 +308,8 @@ def take_turn(
         return turn, private
     drafter = engine.drafter.commit(private.drafter, turn.block, turn.count)
     private = dataclasses.replace(private, drafter=drafter)
-    length = state.progress.length + turn.count
-    proposal, private = _draft(engine, weights, requests, private, length)
+    length = scored.progress.length + turn.count
+    proposal, private = _draft(engine, params, requests, private, length)
     return turn._replace(drafts=proposal.tokens, num_drafted=proposal.count), private
 
 
@@ -307,7 +323,7 @@ def _advance(
 ) -> Progress:
     """Writes the committed tokens down, and what became of num_drafted i32[B] drafts; ends rows."""
     rows = jnp.arange(turn.count.shape[0])
-    places = progress.length[:, None] + jnp.arange(turn.block.shape[1])
+    places = progress.length[:, None] + jnp.arange(turn.block.shape[1])[None]
     kept = jnp.arange(turn.block.shape[1])[None] < turn.count[:, None]
     # Positions that are not kept are sent out of range, where a scatter drops them.
     places = jnp.where(kept, places, progress.tokens.shape[1])
@@ -347,37 +363,31 @@ def _turn(
 ) -> tuple[Turn, Private]:
     """`take_turn`, by the leader alone if there is one."""
     if not engine.leader:
-        return take_turn(engine, weights, requests, state)
+        return take_turn(engine, weights.drafter, requests, state.scored, state.private)
     assert engine.placement is not None
 
     def take(shared: tuple, private: Private) -> tuple[Turn, Private]:
-        drafter, requests, state = shared
-        state = dataclasses.replace(state, private=private)
-        return take_turn(engine, Weights(None, drafter), requests, state)
+        return take_turn(engine, *shared, private)
 
-    public = dataclasses.replace(state, target=None, private=None)
-    return alone(engine.placement.mesh, take, (weights.drafter, requests, public), state.private)
+    shared = (weights.drafter, requests, state.scored)
+    return alone(engine.placement.mesh, take, shared, state.private)
 
 
 def play_round(engine: Engine, weights: Weights, requests: Requests, state: State) -> State:
     """One round: turn, broadcast, scores."""
     with jax.named_scope("turn"):
         turn, private = _turn(engine, weights, requests, state)
-    progress = _advance(engine, requests, state.progress, state.num_drafted, turn)
+    progress = _advance(engine, requests, state.progress, state.scored.num_drafted, turn)
     last = jnp.take_along_axis(turn.block, jnp.maximum(turn.count - 1, 0)[:, None], axis=1)
     tokens = jnp.concatenate((last, turn.drafts), axis=1)
     # All committed tokens but the last are in the cache; what lies behind them is rolled back.
     cache = state.target.with_length(progress.length - 1)
     with jax.named_scope("score"):
         scores, cache = _score(engine, weights, tokens, cache)
-    return State(
-        progress=progress,
-        drafts=turn.drafts,
-        num_drafted=turn.num_drafted,
-        scores=scores,
-        target=cache,
-        private=private,
+    scored = Scored(
+        progress=progress, drafts=turn.drafts, num_drafted=turn.num_drafted, scores=scores
     )
+    return State(scored=scored, target=cache, private=private)
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="state")
