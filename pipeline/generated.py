@@ -1,0 +1,106 @@
+"""Sequence-level distillation (Kim and Rush 1606.07947): training text that the target wrote itself.
+
+    prompts = CorpusPrompts(corpus=corpus, count=1000, held_out=False).prompts()
+    generate(prompts, generator, folder, batch_size=64)          # resumable: only what is missing
+    corpus = GeneratedCorpus(path=f"{folder}/*.jsonl", name="generated")
+
+Answers are kept as JSONL, one file per batch of requests, each written atomically:
+
+    {"id": the prompt's, "prompt": ..., "text": ..., "finished": whether the target ended it}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import tqdm
+from etils import epath
+
+from pipeline.core.run_dir import atomic_write
+from pipeline.corpora import (
+    Document,
+    Segment,
+    hash_files,
+    json_lines,
+    matching_files,
+    require_field,
+    short_place,
+)
+from pipeline.tasks import Prompt
+
+
+class Generation(NamedTuple):
+    """What the target answered."""
+
+    text: str
+    finished: bool  # with an end token, not by the limit of length
+
+
+Generator = Callable[[Sequence[str]], Sequence[Generation]]
+
+
+def generate(
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    folder: epath.PathLike,
+    *,
+    batch_size: int,
+    progress: bool = True,
+) -> int:
+    """Asks for the answers that `folder` lacks; the number of those.
+
+    Args:
+      prompts: equal ids are asked once.
+      generator: prompts -> answers, in their order.
+      folder: keeps the answers.
+      batch_size: prompts per call and file.
+      progress: show a bar.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be positive, not {batch_size}")
+    folder = epath.Path(folder)
+    files = sorted(folder.glob("*.jsonl")) if folder.exists() else []
+    done = {row["id"] for file in files for _, row in json_lines(str(file))}
+    missing = list({p.id: p for p in prompts if p.id not in done}.values())
+    first = int(files[-1].stem) + 1 if files else 0
+    starts = range(0, len(missing), batch_size)
+    for number, start in enumerate(tqdm.tqdm(starts, "generate", disable=not progress)):
+        asked = missing[start : start + batch_size]
+        answers = generator([prompt.text for prompt in asked])
+        lines = [
+            json.dumps({"id": prompt.id, "prompt": prompt.text, **answer._asdict()})
+            for prompt, answer in zip(asked, answers, strict=True)
+        ]
+        atomic_write(folder / f"{first + number:06d}.jsonl", "\n".join(lines) + "\n")
+    return len(missing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedCorpus:
+    """Answers of the target; the model is trained on them, not on their prompts.
+
+    Attributes:
+      path: a file or a pattern.
+      name: of the corpus.
+    """
+
+    path: str
+    name: str = "generated"
+
+    def documents(self) -> Iterator[Document]:
+        """See `Corpus`."""
+        for where, row in json_lines(self.path):
+            prompt, text = (require_field(row, f, str, where) for f in ("prompt", "text"))
+            yield Document(
+                id=short_place(where),
+                segments=(Segment(prompt, trained=False), Segment(text)),
+                source=prompt,
+                ends=require_field(row, "finished", bool, where),
+            )
+
+    def content_hash(self) -> str:
+        """See `Corpus`."""
+        return hash_files(matching_files(self.path), "generated")

