@@ -267,7 +267,7 @@ class Transformer(nnx.Module):
             if shape.tied_head
             else make.normal(shape.logits_size, width, fan_in=width)
         )
-        self._run = _SCANNED[keep] if scan else _run_unrolled
+        self._run: Callable[..., Any] = _SCANNED[keep] if scan else _run_unrolled
         self._head_of = _tied_head if shape.tied_head else _own_head
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -350,6 +350,7 @@ def _tied_head(model: Transformer) -> jax.Array:
 
 
 def _own_head(model: Transformer) -> jax.Array:
+    assert model.head is not None
     return model.head[...]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ class Row:
     def finished(self) -> bool:
         return bool(self.reason)
 
-    def extend(self, tokens: Sequence[int], now: float) -> str:
+    def extend(self, tokens: Iterable[int], now: float) -> str:
         """Takes in newly committed tokens; returns the text that is now certain."""
         for token in map(int, tokens):
             if self.finished:

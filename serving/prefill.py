@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from drafters import kv_cache
+from drafters.autoregressive import Autoregressive
 from drafters.kv_cache import KVCache
 from drafters.transformer import with_params
 from serving import penalties as penalising
@@ -43,7 +44,7 @@ class Prefix:
 
     target: KVCache
     drafter: Any
-    scores: Array | None  # f32[V, B], behind the last token of each prompt that has been reached
+    scores: Any  # f32[V, B], behind the last token of each prompt reached; None once handed over
 
 
 def chunk_sizes(length: int) -> list[int]:
@@ -77,12 +78,14 @@ def _nothing(engine: Engine, batch: int, capacity: int) -> Prefix:
 
 
 def _with_sharded_caches(engine: Engine, drafter: Any) -> Any:
-    placement, shape = engine.drafter_placement, getattr(engine.drafter, "shape", None)
+    assert isinstance(engine.drafter, Autoregressive)
+    assert engine.drafter_placement is not None
+    shardings = engine.drafter_placement.cache_shardings(engine.drafter.shape)
 
     def place(part: Any) -> Any:
         if not isinstance(part, KVCache):
             return part
-        return jax.lax.with_sharding_constraint(part, placement.cache_shardings(shape))
+        return jax.lax.with_sharding_constraint(part, shardings)
 
     return jax.tree.map(place, drafter, is_leaf=lambda part: isinstance(part, KVCache))
 

@@ -186,7 +186,8 @@ def _target_probs(requests: Requests, scored: Scored, history: History | None) -
 
 def _drafter_probs(engine: Engine, params: Any, private: Private) -> Array:
     """p, f32[B, K, V]: what the drafts were drawn from, over the target's vocabulary."""
-    ids = engine.drafter and engine.drafter.vocabulary(params)
+    assert engine.drafter is not None
+    ids = engine.drafter.vocabulary(params)
     return private.probs if ids is None else expand(private.probs, ids, engine.num_tokens)
 
 
@@ -367,7 +368,8 @@ def _turn(
     assert engine.placement is not None
 
     def take(shared: tuple, private: Private) -> tuple[Turn, Private]:
-        return take_turn(engine, *shared, private)
+        params, requests, scored = shared
+        return take_turn(engine, params, requests, scored, private)
 
     shared = (weights.drafter, requests, state.scored)
     return alone(engine.placement.mesh, take, shared, state.private)
