@@ -260,14 +260,14 @@ class Data:
         return np.sum([corpus.counts() for corpus in self.corpora.values()], axis=0)
 
     def _require(self, batch_size: int) -> None:
-        targets = {name: c.split("train").targets for name, c in self.corpora.items()}
-        for name, count in targets.items():
+        tokens = {name: c.split("train").tokens for name, c in self.corpora.items()}
+        for name, count in tokens.items():
             if not count:
                 raise UserError(f"corpus {name!r} has no training text; add documents or remove it")
         wanted = batch_size * self.row_length
-        if sum(targets.values()) < wanted:
+        if sum(tokens.values()) < wanted:
             raise UserError(
-                f"the corpora {', '.join(targets)} have {sum(targets.values())} training tokens, less than "
+                f"the corpora {', '.join(tokens)} have {sum(tokens.values())} training tokens, less than "
                 f"one batch of {batch_size} x {self.row_length} = {wanted}; add text or lower the batch size"
             )
 

@@ -67,7 +67,9 @@ def generate(
     missing = list({p.id: p for p in prompts if p.id not in done}.values())
     first = int(files[-1].stem) + 1 if files else 0
     starts = range(0, len(missing), batch_size)
-    for number, start in enumerate(tqdm.tqdm(starts, "generate", disable=not progress)):
+    for number, start in enumerate(
+        tqdm.tqdm(starts, "generate", disable=None if progress else True)
+    ):
         asked = missing[start : start + batch_size]
         answers = generator([prompt.text for prompt in asked])
         lines = [

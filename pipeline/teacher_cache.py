@@ -145,7 +145,9 @@ class TeacherCache:
         rows = rows or slice(0, self.content.batch_size)
         size = self.content.shard_steps
         missing = [s for s in range(-(-steps // size)) if not self._part_folder(s, rows).exists()]
-        bar = tqdm.tqdm(total=len(missing) * size, desc="teacher cache", disable=not progress)
+        bar = tqdm.tqdm(
+            total=len(missing) * size, desc="teacher cache", disable=None if progress else True
+        )
         with bar:
             for shard in missing:
                 batches = itertools.islice(batches_from(shard * size), size)

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from etils import epath
@@ -128,6 +128,7 @@ class OpenText:
     directory: epath.Path
     seed: int
     _by_length: dict[int, Data] = field(default_factory=dict, init=False, repr=False)
+    _held_out: dict[tuple, Any] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def fingerprint(self) -> Mapping[str, str]:
@@ -157,15 +158,16 @@ class OpenText:
         self, batch: Batch, count: int, share: Share
     ) -> Mapping[str, Sequence[dict[str, np.ndarray]]]:
         """Up to `count` batches of each corpus, the same every time."""
-        data = self.data(batch.length)
-        return {
-            name: list(
-                data.held_out_batches(
-                    name, batch_size=batch.rows, limit=count, rows=_rows(batch, share)
+        data, rows = self.data(batch.length), _rows(batch, share)
+        key = batch.length, batch.rows, count, rows.start
+        if key not in self._held_out:  # building a pipeline takes seconds, and every model asks
+            self._held_out[key] = {
+                name: list(
+                    data.held_out_batches(name, batch_size=batch.rows, limit=count, rows=rows)
                 )
-            )
-            for name in data.corpora
-        }
+                for name in data.corpora
+            }
+        return self._held_out[key]
 
     def frequent_ids(self, count: int) -> np.ndarray:
         """The most frequent ids of the training text, sorted, i32[count]; end tokens are always in it."""

@@ -49,6 +49,7 @@ class Split:
 
     documents: int
     chunks: int
+    tokens: int  # of the chunks, prompts included
     targets: int  # tokens that are trained on
 
 
@@ -256,14 +257,14 @@ def chunks(document: Ids, row_length: int) -> Iterator[Ids]:
 
 
 class _Tally(NamedTuple):
-    """Sizes of a shard or corpus: `sizes` i64[splits, 3] documents, chunks, targets; `counts` i64[V]."""
+    """Sizes of a shard or corpus: `sizes` i64[splits, 4], the fields of `Split`; `counts` i64[V]."""
 
     sizes: np.ndarray
     counts: np.ndarray
 
     def split(self, index: int) -> Split:
-        documents, chunks, targets = map(int, self.sizes[index])
-        return Split(documents=documents, chunks=chunks, targets=targets)
+        documents, chunks, tokens, targets = map(int, self.sizes[index])
+        return Split(documents=documents, chunks=chunks, tokens=tokens, targets=targets)
 
 
 def _sum(tallies: Sequence[_Tally]) -> _Tally:
@@ -287,7 +288,10 @@ class _Writer:
     ) -> list[_Tally]:
         """Writes the shards that are missing; sizes of all."""
         documents = tqdm.tqdm(
-            corpus.documents(), f"tokenise {corpus.name}", unit=" documents", disable=not progress
+            corpus.documents(),
+            f"tokenise {corpus.name}",
+            unit=" documents",
+            disable=None if progress else True,
         )
         tallies = []
         for shard, group in enumerate(_batched(documents, shard_documents)):
@@ -302,14 +306,15 @@ class _Writer:
         return tallies
 
     def _write_shard(self, folder: epath.Path, documents: Sequence[Document], shard: int) -> None:
-        sizes = np.zeros((len(SPLITS), 3), np.int64)
+        sizes = np.zeros((len(SPLITS), 4), np.int64)
         counts = np.zeros(self.tokenizer.vocab_size, np.int64)
         parts: list[list[Ids]] = [[] for _ in SPLITS]
         for document in documents:
             side = int(document.is_held_out(self.held_out_fraction))
             found = list(chunks(encode(document, self.tokenizer), self.row_length))
             targets = [chunk.ids[1:][chunk.trained[1:]] for chunk in found]
-            sizes[side] += (1, len(found), sum(map(len, targets)))
+            tokens = sum(len(chunk.ids) for chunk in found)
+            sizes[side] += (1, len(found), tokens, sum(map(len, targets)))
             parts[side] += found
             if SPLITS[side] == "train" and targets:
                 counts += np.bincount(np.concatenate(targets), minlength=len(counts))
