@@ -331,9 +331,9 @@ class Transformer(nnx.Module):
         memory: Sequence[Memory],
         attend: Attend = attention.attend_packed,
     ) -> tuple[jax.Array, tuple[Memory, ...]]:
-        x, memory = self._run(self.layers, self.shape.layer_kinds(), x, views, memory, attend)
+        x, kept = self._run(self.layers, self.shape.layer_kinds(), x, views, memory, attend)
         weight = self.norm[...] + self.shape.norm_offset
-        return rms_norm(x, weight, self.shape.norm_epsilon), memory
+        return rms_norm(x, weight, self.shape.norm_epsilon), kept
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [D, ...] -> logits f32[V or draft vocabulary, ...]."""

@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from drafters.checkpoints import States
@@ -22,13 +23,23 @@ from drafters.models import write_model
 from drafters.shapes import Rope, TransformerShape
 from drafters.sharding import Placement
 from drafters.tokenizers import Tokenizer, require_fit
-from drafters.transformer import unstack_layers
+from drafters.transformer import Params, unstack_layers
 from pipeline import rendezvous, watching
+from pipeline.cached_teacher import CachedFeed, cache_of, local_rows, rows_of
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, run_cli
 from pipeline.core.run_dir import RunDir
+from pipeline.corpora import (
+    ChatCorpus,
+    JsonlCorpus,
+    ParquetCorpus,
+    PythonCode,
+    PythonProse,
+    TextCorpus,
+)
 from pipeline.objectives import Objective
 from pipeline.rendezvous import Membership
+from pipeline.text import Text
 from pipeline.training_loop import Ended, Feed, Loop, Share, stop_requests
 from pipeline.training_models import (
     Bench,
@@ -59,8 +70,12 @@ from pipeline.training_step import (
 )
 
 
-class Text(Feed, Protocol):
-    """Tokenised text, ready to be learned from."""
+class OpenedText(Feed, Protocol):
+    """Tokenised text, ready to be learned from; see `pipeline.text`."""
+
+    def data(self, row_length: int) -> Any:
+        """Makes the records of rows of this length, if they are not there."""
+        ...
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -80,7 +95,7 @@ class Text(Feed, Protocol):
 class TextSource(Protocol):
     """Settings of text; the batches depend on them and the seed alone."""
 
-    def open(self, run: RunDir, target: str, seed: int) -> Text:
+    def open(self, run: RunDir, target: str, seed: int) -> OpenedText:
         """Tokenises what is not tokenised yet, with the tokenizer of the model `target` if it has one."""
         ...
 
@@ -128,7 +143,14 @@ def train(
     rendezvous.join(member, topology.platform, cluster.timeout_s)
     placement = Placement(topology.mesh(), model_axes)
     # ------------------------------------------------------------------------- text
+    if not member.leads:
+        # The leader tokenises; the others read its records.
+        rendezvous.meet(run.root, member, "text", cluster.text_timeout_s)
     opened = text.open(run, target, seed)
+    for spec in ordered:
+        opened.data(spec.batch.length)
+    if member.leads:
+        rendezvous.meet(run.root, member, "text", cluster.timeout_s)
     # ------------------------------------------------------------------------- models
     session = _Session(
         run=run,
@@ -195,7 +217,7 @@ class _Session:
     """What all trainings of one run share."""
 
     run: RunDir
-    text: Text
+    text: OpenedText
     placement: Placement
     member: Membership
     topology: Topology
@@ -215,11 +237,10 @@ class _Session:
                 watching.say(f"models/{spec.name}: trained already ({spec.steps} steps, {said})")
             return False
         draft_ids = self._draft_ids(spec)
-        taught = target is not None and spec.teacher == "step"
         job = Job(
             spec=spec,
             placement=self.placement,
-            teacher=Teacher(shape=target.shape) if target is not None and taught else None,
+            teacher=Teacher(shape=target.shape) if target is not None else None,
             draft_ids=draft_ids,
         )
         job.check()
@@ -269,7 +290,7 @@ class _Session:
             peak = watching.peak_flops(self.topology, spec.execution.dtype)
             loop = Loop(
                 job=job,
-                feed=self.text,
+                feed=self._feed(job, target, teacher),
                 teacher=teacher,
                 states=states,
                 checkpoints=self.checkpoints,
@@ -302,6 +323,33 @@ class _Session:
             return ended
         finally:
             states.close()
+
+    def _feed(self, job: Job, target: Target | None, teacher: Params | None) -> Feed:
+        """The text, with the target's answers if they are cached."""
+        spec = job.spec
+        if target is None or not job.learns_from_cache:
+            return self.text
+        cache = cache_of(
+            self.run.root / "data",
+            self.text.fingerprint,
+            self.seed,
+            target.card.weights_hash,
+            spec.shape.vocab_size,
+            spec.cached_tokens,
+            spec.batch,
+        )
+        if self.member.leads:
+            watching.say(cache.describe(spec.steps))
+        share = Share(self.member.process, self.member.processes)
+        answer = job.answers(teacher)
+        cache.fill(
+            spec.steps,
+            lambda first: self.text.batches(spec.batch, first, share),
+            lambda batch: _local(answer(job.put(batch))),
+            rows_of(spec.batch, share),
+            progress=self.member.leads and sys.stderr.isatty(),
+        )
+        return CachedFeed(text=self.text, cache=cache)
 
     def _describe(self, job: Job, step: int, peak: float):
         """Says what is about to run, once the step is compiled."""
@@ -353,6 +401,11 @@ class _Session:
         )
 
 
+def _local(answer: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+    ids, log_probs = answer
+    return local_rows(ids), local_rows(log_probs)
+
+
 def _hparams(spec: ModelSpec) -> dict[str, bool | int | float | str]:
     """What distinguishes shapes in the HPARAMS table."""
     shape = spec.shape
@@ -379,7 +432,10 @@ def _results(held_out: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     }
 
 
+CORPORA = (ChatCorpus, JsonlCorpus, ParquetCorpus, PythonCode, PythonProse, TextCorpus)
+
 SETTINGS = (
+    *CORPORA,
     Batch,
     Checkpoints,
     Cluster,
@@ -389,6 +445,7 @@ SETTINGS = (
     Optimizer,
     Rope,
     Schedule,
+    Text,
     Topology,
     TransformerShape,
     Watch,

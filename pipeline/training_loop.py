@@ -27,8 +27,8 @@ from pipeline.training_step import Job, StepMetrics, TrainState
 
 HostBatch = Mapping[str, np.ndarray]
 
-# Steps whose metrics have not been read: enough that the device always has work, few enough that a bad loss or
-# a request to stop is seen soon.
+# Steps whose metrics have not been read: enough that the device always has work, few enough that a bad loss
+# or a request to stop is seen soon.
 _LAG = 2
 _PREFETCHED = 2
 
@@ -146,28 +146,18 @@ class Loop:
         self.job, self.feed, self.teacher, self.states = job, feed, teacher, states
         self.checkpoints, self.watch, self.share = checkpoints, watch, share
         self.requested = requested
+        self.in_step = None if job.learns_from_cache else teacher
         self.guard = watching.Guard(job.spec.name, watch.spike)
         self.meter = watching.Meter(job.spec.batch.tokens, job.flops_per_step(), peak)
         self.evaluate = job.evaluator()
         self.held_out = {
-            corpus: [self.put(batch) for batch in batches]
+            corpus: [job.put(batch) for batch in batches]
             for corpus, batches in feed.held_out(
                 job.spec.batch, watch.evaluate_batches, share
             ).items()
         }
 
     # ------------------------------------------------------------------------------- data
-
-    def put(self, batch: HostBatch) -> dict[str, jax.Array]:
-        """This process's rows as a part of the global arrays."""
-        sharding = self.job.batch_sharding()
-        rows = self.job.spec.batch.rows
-
-        def array(local: np.ndarray) -> jax.Array:
-            whole = (rows, *local.shape[1:])
-            return jax.make_array_from_process_local_data(sharding, local, whole)
-
-        return {name: array(local) for name, local in batch.items()}
 
     def _stop_flags(self) -> jax.Array:
         """bool[shards], true where this process was asked to stop."""
@@ -216,7 +206,7 @@ class Loop:
             notes = {"seconds": before + time.monotonic() - begun, "tokens": tokens}
             self.states.save(step, state, notes)
 
-        prepare = lambda batch: (self.put(batch), batch["tokens"][0, :8].tolist())  # noqa: E731
+        prepare = lambda batch: (self.job.put(batch), batch["tokens"][0, :8].tolist())  # noqa: E731
         source = Prefetch(self.feed.batches(spec.batch, step, self.share), prepare)
         compiled = None
         try:
@@ -225,10 +215,10 @@ class Loop:
                     batch, first_ids = source.next()
                 flags = self._stop_flags()
                 if compiled is None:
-                    compiled = self.job.compile(state, batch, flags, self.teacher)
+                    compiled = self.job.compile(state, batch, flags, self.in_step)
                     started(compiled)
                     self.meter.restart()
-                state, metrics = compiled(state, batch, flags, self.teacher)
+                state, metrics = compiled(state, batch, flags, self.in_step)
                 unread.append((step, metrics, first_ids))
                 step += 1
                 stop = read(_LAG)

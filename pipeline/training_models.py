@@ -1,4 +1,4 @@
-"""The models of a run directory as a training sees them: finished, begun with another config, or to be trained.
+"""The models of a run directory as a training sees them: finished, begun, or to be trained.
 
 RUN_DIR/models/<name>/                 the finished model
 RUN_DIR/training/<name>/training.json  what it is trained with; results and costs once it is finished

@@ -130,7 +130,8 @@ class ModelSpec:
       objective: what is minimised. Anything but cross-entropy compares with the target.
       init: "random", or "target": embedding, head, norm and `layers` are copied from the target.
       layers: the target's layers to begin with, one for each of the model's.
-      teacher: the target runs in the step, or its most probable tokens are cached once and read.
+      teacher: the target runs in the "step", or its answers are read from a "cache" that all models with
+        such batches share: the `cached_tokens` most probable tokens of each position.
       optimizer, batch, execution: see there.
       seed: of the initial weights.
     """
@@ -142,6 +143,7 @@ class ModelSpec:
     init: Literal["random", "target"] = "random"
     layers: tuple[int, ...] = ()
     teacher: Literal["step", "cache"] = "step"
+    cached_tokens: int = 32
     optimizer: Optimizer = Optimizer()
     batch: Batch = Batch()
     execution: Execution = Execution()
@@ -243,6 +245,7 @@ class Cluster:
       processes, process: how many, and which one this is.
       coordinator: host:port of process 0.
       timeout_s: how long to wait for the others.
+      text_timeout_s: how long to wait for process 0 to tokenise the text.
     """
 
     launcher: Literal["none", "slurm", "gke", "explicit"] = "none"
@@ -250,6 +253,7 @@ class Cluster:
     process: int = 0
     coordinator: str = ""
     timeout_s: float = 300.0
+    text_timeout_s: float = 86_400.0
 
     def __post_init__(self):
         _require(self.processes > 0, f"Cluster.processes must be positive, not {self.processes}")
@@ -257,4 +261,6 @@ class Cluster:
             0 <= self.process < self.processes,
             f"Cluster.process = {self.process} must lie in 0..{self.processes - 1}",
         )
-        _require(self.timeout_s > 0, f"Cluster.timeout_s must be positive, not {self.timeout_s}")
+        for name in ("timeout_s", "text_timeout_s"):
+            value = getattr(self, name)
+            _require(value > 0, f"Cluster.{name} must be positive, not {value}")

@@ -1,9 +1,9 @@
 """One step of training as pure functions on explicit state, and how it lies on a mesh.
 
-Axes: A parts of an accumulated batch, B rows, T positions, D width, V vocabulary. A batch is a dict of global
-arrays `[B, T]`: `tokens`, `targets`, `segments`, `positions` (i32), `weights` (f32), and with a cached teacher
-`teacher_ids` i32 and `teacher_log_probs` f32 `[B, T, k]`. Rows are divided over the mesh axes that the model is
-not sharded over; gradients are then summed over them by the compiler.
+Axes: A parts of an accumulated batch, B rows, T positions, D width, V vocabulary. A batch is a dict of
+global arrays `[B, T]`: `tokens`, `targets`, `segments`, `positions` (i32), `weights` (f32), and with a cached
+teacher `teacher_ids` i32 and `teacher_log_probs` f32 `[B, T, k]`. Rows are divided over the mesh axes that
+the model is not sharded over; gradients are then summed over them by the compiler.
 """
 
 from __future__ import annotations
@@ -142,6 +142,11 @@ class Job:
         """Ways in which the rows are divided."""
         return math.prod(self.placement.mesh.shape[axis] for axis in self.data_axes)
 
+    @property
+    def learns_from_cache(self) -> bool:
+        """Whether the target's answers come with the batches."""
+        return self.spec.teacher == "cache" and self.spec.objective.needs_teacher
+
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Of this model."""
@@ -173,6 +178,16 @@ class Job:
     def batch_sharding(self) -> NamedSharding:
         """Of every array of a batch: rows divided, the rest whole."""
         return NamedSharding(self.placement.mesh, P(self.data_axes or None))
+
+    def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """This process's rows as a part of the global arrays."""
+        sharding, rows = self.batch_sharding(), self.spec.batch.rows
+
+        def array(local: np.ndarray) -> jax.Array:
+            whole = (rows, *local.shape[1:])
+            return jax.make_array_from_process_local_data(sharding, local, whole)
+
+        return {name: array(local) for name, local in batch.items()}
 
     def state_shardings(self) -> TrainState:
         """Shardings in the places of the state's arrays; moments lie where their parameters lie."""
@@ -304,6 +319,19 @@ class Job:
             chunk_bytes=0 if sharded_head else CHUNK_BYTES,
         )
 
+    def answers(self, params: Params | None) -> Callable[[Batch], tuple[jax.Array, jax.Array]]:
+        """The target's most probable tokens on a batch: i32[B, T, k] and log-probabilities f32."""
+        teacher = self.teacher
+        assert teacher is not None
+
+        def top(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            log_probs = jax.nn.log_softmax(teacher.logits(params, batch), axis=0)
+            values, ids = jax.lax.top_k(jnp.moveaxis(log_probs, 0, -1), self.spec.cached_tokens)
+            return ids, values
+
+        jitted = jax.jit(top, out_shardings=self.batch_sharding())
+        return lambda batch: jitted(params, batch)
+
     def evaluator(self) -> Callable[[Params, Batch, Params | None], Metrics]:
         """Metrics on held-out rows, against the target's own logits where there is one."""
 
@@ -342,7 +370,8 @@ class Job:
         """
         batch = self.spec.batch
         per_token = 3 * self.spec.shape.flops_per_token(batch.length)
-        if self.teacher is not None and self.spec.objective.needs_teacher:
+        learns = self.spec.objective.needs_teacher and not self.learns_from_cache
+        if self.teacher is not None and learns:
             per_token += self.teacher.shape.flops_per_token(batch.length)
         return float(per_token) * batch.tokens
 

@@ -38,7 +38,7 @@ def say(line: str) -> None:
 
 
 def measure_peak(dtype: str) -> float:
-    """Flop/s that large matrix products reach now on the first local device (host devices share the cores)."""
+    """Flop/s that large matrix products reach now on one device (host devices share the cores)."""
     rows, inner, columns = _PEAK_SIZE
     left, right = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
     multiply = jax.jit(lambda a, b: a @ b)

@@ -1,6 +1,7 @@
 """Text for tests of training: rows of two random documents, a function of the step alone."""
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -18,6 +19,7 @@ class SyntheticText:
     """`text` of `pipeline.train.train`, and what it opens."""
 
     seed: int = 0
+    pause_s: float = 0.0  # per batch, so that a test can interrupt
     poison: int = 10**9  # a step whose weights are NaN
 
     tokenizer = Tokenizer(vocabulary=ByteVocabulary(), eos_ids=(256,))
@@ -29,12 +31,16 @@ class SyntheticText:
     def open(self, run, target, seed):
         return self
 
+    def data(self, row_length: int) -> None:
+        pass
+
     def frequent_ids(self, count: int) -> np.ndarray:
         return np.arange(count, dtype=np.int32)
 
     def batches(self, batch: Batch, first: int, share: Share) -> Iterator[HostBatch]:
         step = first
         while True:
+            time.sleep(self.pause_s)
             yield self.rows(batch, step, share)
             step += 1
 
