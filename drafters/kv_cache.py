@@ -53,7 +53,7 @@ def capacity_for(tokens: int) -> int:
     """
     bucket = SMALLEST_BUCKET
     while bucket < tokens:
-        if bucket * 3 // 2 >= tokens and bucket > SMALLEST_BUCKET:
+        if bucket * 3 // 2 >= tokens:
             return bucket * 3 // 2
         bucket *= 2
     return bucket
