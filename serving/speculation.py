@@ -275,7 +275,17 @@ def _room(engine: Engine, requests: Requests, length: Array) -> Array:
     return jnp.clip(jnp.minimum(useful, fits), 0, engine.k)
 
 
-def _draft(
+def _numbers(probs: Array) -> Array:
+    """i32[B]: how many distributions, of f32[B, K, V'], come before one that is not of numbers.
+
+    A verdict on a draft from NaN would not be exact. `warp` makes a distribution NaN as a whole, for what
+    lies before its draft, so that leaving the draft out depends on nothing that was drawn from it.
+    """
+    good = jnp.isfinite(probs[:, :, 0]).astype(jnp.int32)
+    return jnp.sum(jnp.cumprod(good, axis=1), axis=1)
+
+
+def draft(
     engine: Engine, params: Any, requests: Requests, private: Private, length: Array
 ) -> tuple[Proposal, Private]:
     """Drafts behind rows that are now length i32[B] long."""
@@ -292,6 +302,7 @@ def _draft(
         engine.k,
     )
     count = jnp.minimum(proposal.count, _room(engine, requests, length))
+    count = jnp.minimum(count, _numbers(proposal.probs))
     private = dataclasses.replace(private, probs=proposal.probs, drafter=drafter)
     return proposal._replace(count=count), private
 
@@ -310,7 +321,7 @@ def take_turn(
     drafter = engine.drafter.commit(private.drafter, turn.block, turn.count)
     private = dataclasses.replace(private, drafter=drafter)
     length = scored.progress.length + turn.count
-    proposal, private = _draft(engine, params, requests, private, length)
+    proposal, private = draft(engine, params, requests, private, length)
     return turn._replace(drafts=proposal.tokens, num_drafted=proposal.count), private
 
 
@@ -343,9 +354,7 @@ def _advance(
     )
 
 
-def _score(
-    engine: Engine, weights: Weights, tokens: Array, cache: KVCache
-) -> tuple[Array, KVCache]:
+def score(engine: Engine, weights: Weights, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
     """The target's logits f32[V, B, T] behind each of tokens i32[B, T], whole on every chip."""
     model = with_params(engine.shape, weights.target)
     x, cache = model.step(tokens, cache)
@@ -385,7 +394,7 @@ def play_round(engine: Engine, weights: Weights, requests: Requests, state: Stat
     # All committed tokens but the last are in the cache; what lies behind them is rolled back.
     cache = state.target.with_length(progress.length - 1)
     with jax.named_scope("score"):
-        scores, cache = _score(engine, weights, tokens, cache)
+        scores, cache = score(engine, weights, tokens, cache)
     scored = Scored(
         progress=progress, drafts=turn.drafts, num_drafted=turn.num_drafted, scores=scores
     )
