@@ -71,9 +71,12 @@ class Answer:
 
 OnText = Callable[[int, str], None]
 
+# Engines with the sizes they were compiled for. Another prefill to make sure would double the work.
+_COMPILED: set[tuple] = set()
+
 
 def fit(pair: Pair, prompt: Prompt) -> Prompt:
-    """The prompt, refused by its `error` if it is empty or leaves no room for an answer."""
+    """The prompt, refused by its `error` if it is empty, leaves no room or names unknown tokens."""
     length = len(prompt.tokens)
     if prompt.error:
         return prompt
@@ -86,6 +89,10 @@ def fit(pair: Pair, prompt: Prompt) -> Prompt:
             prompt,
             error=f"the prompt has {length} tokens, the model's context is {pair.context}: shorten it",
         )
+    try:
+        make_penalties([prompt.params], pair.engine.num_tokens)
+    except UserError as error:
+        return dataclasses.replace(prompt, error=str(error))
     return prompt
 
 
@@ -96,6 +103,7 @@ class Row:
         self.prompt, self._decoder, self._limit = prompt, decoder, limit
         self._eos = frozenset() if prompt.params.ignore_eos else eos
         self.tokens: list[int] = []
+        self.taken = 0  # tokens, with the end token
         self.text, self._shown = "", 0
         self.reason = ""
         self.first_s = self.last_s = 0.0
@@ -122,25 +130,29 @@ class Row:
         self.reason, self.last_s = "error", now
 
     def _take(self, token: int) -> None:
+        self.taken += 1
         if token in self._eos:
             self._end("stop")
             return
         self.tokens.append(token)
+        before = len(self.text)
         self.text += self._decoder.push([token])
-        if (place := self._stop()) >= 0:
+        if (place := self._stop(before)) >= 0:
             self.text, self.reason = self.text[:place], "stop"
         elif len(self.tokens) >= self._limit:
             self._end("length")
 
     def _end(self, reason: str) -> None:
+        before = len(self.text)
         self.text += self._decoder.finish()
         self.reason = reason
-        if (place := self._stop()) >= 0:
+        if (place := self._stop(before)) >= 0:
             self.text = self.text[:place]
 
-    def _stop(self) -> int:
-        """Where the first stop string begins, -1 without one."""
-        places = (self.text.find(stop) for stop in self.prompt.params.stop)
+    def _stop(self, before: int) -> int:
+        """Where the first stop string begins that ends behind character `before` of the text; else -1."""
+        stops = self.prompt.params.stop
+        places = (self.text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
         return min((place for place in places if place >= 0), default=-1)
 
     def _certain(self) -> str:
@@ -282,8 +294,13 @@ class _Batch:
         )
 
     def compile(self) -> None:
-        """Compiles what `start` and the rounds need, once per sizes; no round is played."""
+        """Compiles what `start` and the rounds need, once per process and sizes; no round is played."""
         engine, weights = self.pair.engine, self.pair.weights
+        sizes = (self._first_capacity(), self.room, prefill.padded_length(int(self.seen.max())))
+        program = (engine, len(self.prompts), sizes, jax.tree.structure(self.requests))
+        if program in _COMPILED:
+            return
+        _COMPILED.add(program)
         state = self.start()
         state = speculation.run_rounds(engine, weights, self.requests, state, jnp.int32(0))
         jax.block_until_ready(state.progress.length)
@@ -300,12 +317,21 @@ class _Batch:
         return prefill.grown(engine, state, larger), 1
 
 
+def _rounds_until(taken: int, accepted: np.ndarray) -> int:
+    """Rounds, of those that accepted so many drafts each, that made the first `taken` tokens.
+
+    A row that met a stop string may have been played on until the host looked.
+    """
+    made = np.cumsum(accepted + 1)
+    return min(len(made), int(np.searchsorted(made, taken)) + 1)
+
+
 def _answers(rows: Sequence[Row], progress: Progress, now: float) -> list[Answer]:
     return [_answer(row, b, progress) for b, row in enumerate(rows)]
 
 
 def _answer(row: Row, b: int, progress: Progress) -> Answer:
-    rounds = int(progress.rounds[b])
+    rounds = _rounds_until(row.taken, progress.accepted[b, : progress.rounds[b]])
     accepted, drafted = (
         tuple(int(count) for count in counts[b, :rounds])
         for counts in (progress.accepted, progress.drafted)
