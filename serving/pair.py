@@ -49,8 +49,10 @@ class Pair:
 
     def plain(self) -> Pair:
         """The same target decoded without a drafter."""
+        # Led wherever there is somebody to lead: a verdict by every chip is the slower baseline.
+        leader = self.engine.placement is not None
         engine = dataclasses.replace(
-            self.engine, drafter=None, k=0, drafter_placement=None, leader=self.engine.leader
+            self.engine, drafter=None, k=0, drafter_placement=None, leader=leader
         )
         return dataclasses.replace(self, engine=engine, weights=self.weights._replace(drafter=None))
 
@@ -64,7 +66,7 @@ def load(run_dir: str, topology: Topology, target: str, choice: Choice) -> Pair:
     """Loads both models and puts them where `choice` says.
 
     Raises:
-      UserError: a model is missing or damaged, the tokenizers differ, or the mesh does not fit.
+      UserError: a model is missing or damaged, the tokenizers differ, the mesh or K does not fit.
     """
     folder = model_folder(run_dir, target)
     card = model_card.read_card(folder)
@@ -72,10 +74,11 @@ def load(run_dir: str, topology: Topology, target: str, choice: Choice) -> Pair:
     everywhere = topology.placement() if topology.num_chips > 1 else None
     dtype = _serving_dtype(topology, card)
     shape, params, notes = _load_model(folder, card, everywhere, dtype)
-    leader = choice.leader and everywhere is not None
+    leader = (choice.leader or not choice.k) and everywhere is not None
     drafter, drafter_params, drafter_placement, more = _load_drafter(
         run_dir, topology, choice, tokenizer, dtype
     )
+    _require_shorter(choice.k, shape.context, drafter.context if drafter else shape.context)
     engine = Engine(
         shape=shape,
         num_tokens=tokenizer.vocab_size,
@@ -95,6 +98,14 @@ def load(run_dir: str, topology: Topology, target: str, choice: Choice) -> Pair:
         context=shape.context,
         notes=(*notes, *more),
     )
+
+
+def _require_shorter(k: int, context: int, drafter_context: int) -> None:
+    if k >= min(context, drafter_context):
+        raise UserError(
+            f"k = {k} drafts do not fit: the target's context is {context} tokens, the drafter's "
+            f"{drafter_context}; choose a smaller k"
+        )
 
 
 def _serving_dtype(topology: Topology, card: ModelCard) -> str:

@@ -116,6 +116,8 @@ def choice_of(run_dir: str, configured: Choice | None, k: int | None) -> Choice:
     """
     if configured is None:
         configured = _planned(run_dir, k)
+    if k is not None and k < 0:
+        raise UserError(f"--k={k} must be at least 0; 0 is plain decoding")
     if k is None:
         k = configured.k if configured.drafter else 0
     if k and not configured.drafter:
