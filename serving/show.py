@@ -23,6 +23,9 @@ def origins(answer: Answer) -> list[str]:
 def coloured(answer: Answer, tokenizer: Tokenizer) -> str:
     """The answer's text with terminal colours, and a legend."""
     stream, parts = tokenizer.stream(continues=True), []
+    left = len(answer.text)  # what a stop string took back is not shown
     for token, colour in zip(answer.tokens, origins(answer), strict=True):
-        parts.append(f"{colour}{stream.push([token])}{RESET}")
-    return "".join(parts) + stream.finish() + "\n" + LEGEND
+        piece = stream.push([token])[:left]
+        left -= len(piece)
+        parts.append(f"{colour}{piece}{RESET}" if piece else "")
+    return "".join(parts) + stream.finish()[:left] + "\n" + LEGEND
