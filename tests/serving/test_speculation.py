@@ -1,0 +1,417 @@
+"""Whole generations: the same tokens as without a drafter, whatever drafts, wherever it runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters import kv_cache
+from drafters.autoregressive import DrafterParams
+from drafters.transformer import with_params
+from serving import prefill, speculation
+from serving.decode import decode
+from serving.sampling import SamplingParams, make_warp
+from serving.speculation import Requests, Weights
+from tests.serving import reference
+from tests.serving.pairs import (
+    EOS,
+    GREEDY,
+    JOB,
+    NUCLEUS,
+    NUM_TOKENS,
+    SAMPLED,
+    TARGET,
+    TRIMMED,
+    ask,
+    ask_all,
+    counting,
+    counting_params,
+    on_mesh,
+    pair,
+    random_prompts,
+    serve,
+    target_params,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PROMPTS = random_prompts((5, 17, 3, 30))
+MIXED = [GREEDY, SAMPLED, NUCLEUS, dataclasses.replace(SAMPLED, seed=11)]
+ENDLESS = dataclasses.replace(GREEDY, ignore_eos=True)
+MODES = {
+    "autoregressive": ("autoregressive", 3, "token"),
+    "itself": ("itself", 3, "token"),
+    "autoregressive-long": ("autoregressive", 8, "block"),
+    "itself-long": ("itself", 8, "block"),
+    "trimmed": ("trimmed", 4, "block"),
+    "trimmed-long": ("trimmed", 7, "token"),
+    "ngram": ("ngram", 2, "block"),
+    "ngram-long": ("ngram", 5, "token"),
+    "uniform": ("uniform", 1, "block"),
+    "one-hot": ("one-hot", 1, "block"),
+    "uniform-long": ("uniform", 6, "token"),
+    "one-hot-long": ("one-hot", 6, "token"),
+}
+SLOW = ("trimmed-long", "ngram", "uniform-long", "one-hot-long")  # one more program each
+
+
+def _slow_if(condition):
+    return [pytest.mark.slow] if condition else []
+
+
+def tokens_of(answers):
+    return [answer.tokens for answer in answers]
+
+
+def nudged(served, seed=0):
+    """The same pair but for noise of 1e-5 on the weights: rounding errors, and much more."""
+    rng = np.random.default_rng(seed)
+
+    def nudge(leaf):
+        if leaf.dtype != jnp.float32:
+            return leaf
+        noise = 1 + 1e-5 * rng.normal(size=leaf.shape)
+        return jax.device_put(np.float32(leaf * noise), leaf.sharding)
+
+    return dataclasses.replace(served, weights=jax.tree.map(nudge, served.weights))
+
+
+def steady(served, prompts):
+    """The answers of a pair, none of whose decisions hangs on a float tie."""
+    answers = serve(served, prompts)
+    assert tokens_of(serve(nudged(served), prompts)) == tokens_of(answers)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Greedy answers without a drafter."""
+    answers = steady(pair(), ask_all(PROMPTS, ENDLESS))
+    assert all(answer.emitted == 40 and answer.rounds == 40 for answer in answers)
+    return answers
+
+
+# --------------------------------------------------------------------------------------------------
+# The same tokens
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=_slow_if(m in SLOW)) for m in MODES])
+def test_greedy_tokens_are_those_of_plain_decoding(mode, plain):
+    answers = serve(pair(*MODES[mode]), ask_all(PROMPTS, ENDLESS))
+    assert tokens_of(answers) == tokens_of(plain)
+    assert all(answer.finish_reason == "length" for answer in answers)
+    for answer in answers:
+        assert sum(answer.accepted_per_round) + answer.rounds == answer.emitted
+        assert answer.drafted == sum(answer.drafted_per_round)
+    if "itself" in mode:
+        assert all(answer.accepted == answer.drafted for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param({"chips_per_copy": 16}, marks=pytest.mark.slow, id="sharded"),
+        pytest.param({"chips_per_copy": 4}, id="four-chips"),
+        pytest.param({"leader": True}, id="leader"),
+    ],
+)
+def test_sixteen_devices_give_the_tokens_of_one(place, plain):
+    one = pair("autoregressive", 3)
+    prompts = ask_all(
+        PROMPTS, [dataclasses.replace(p, max_tokens=12) for p in (ENDLESS, *MIXED[1:])]
+    )
+    alone = steady(one, prompts)
+    many = serve(on_mesh(one, **place), prompts)
+    assert tokens_of(many) == tokens_of(alone)
+    assert [a.accepted_per_round for a in many] == [a.accepted_per_round for a in alone]
+    assert many[0].tokens == plain[0].tokens[:12]
+
+
+def test_plain_decoding_can_be_led(plain):
+    led = on_mesh(pair("autoregressive", 3), leader=True).plain()
+    assert led.engine.k == 0
+    answers = serve(led, ask_all(PROMPTS, dataclasses.replace(ENDLESS, max_tokens=6)))
+    assert tokens_of(answers) == [answer.tokens[:6] for answer in plain]
+
+
+def test_tokens_depend_on_the_request_alone():
+    """Whoever the neighbours are, wherever a row lies, streamed or not."""
+    served = pair("autoregressive", 3)
+    together = steady(served, ask_all(PROMPTS, MIXED))
+    assert any(answer.accepted for answer in together)
+    assert any(answer.accepted < answer.drafted for answer in together)
+    streamed = serve(served, ask_all(PROMPTS, MIXED), rounds_per_call=1)
+    assert tokens_of(streamed) == tokens_of(together)
+    assert [a.accepted_per_round for a in streamed] == [a.accepted_per_round for a in together]
+    moved = serve(served, ask_all(PROMPTS[::-1], MIXED[::-1]))
+    assert tokens_of(moved) == tokens_of(together)[::-1]
+    others = serve(served, ask_all([PROMPTS[0], *random_prompts((9, 9, 9), seed=5)], MIXED))
+    assert others[0].tokens == together[0].tokens
+    for answer, tokens, params in zip(together, PROMPTS, MIXED, strict=True):
+        assert serve(served, [ask(tokens, params)])[0].tokens == answer.tokens
+
+
+def test_another_seed_gives_other_tokens():
+    seeds = [dataclasses.replace(SAMPLED, seed=seed) for seed in range(4)]
+    answers = serve(pair("autoregressive", 3), ask_all([PROMPTS[0]] * 4, seeds))
+    assert len({answer.tokens for answer in answers}) == 4
+
+
+def test_greedy_and_sampled_rows_share_a_batch(plain):
+    params = [ENDLESS, SAMPLED, ENDLESS, NUCLEUS]
+    answers = serve(pair("autoregressive", 8, "block"), ask_all(PROMPTS, params))
+    assert [answers[row].tokens for row in (0, 2)] == [plain[row].tokens for row in (0, 2)]
+    assert answers[1].tokens != plain[1].tokens[: answers[1].emitted]
+
+
+@pytest.mark.slow
+def test_longer_answers_move_to_larger_caches(monkeypatch, plain):
+    """Capacities are buckets of at least 128 positions; here the next one is reached in between."""
+    params = dataclasses.replace(ENDLESS, max_tokens=150)
+    roomy = serve(pair(), ask_all(PROMPTS, params))
+    monkeypatch.setattr("serving.decode.FIRST_ROOM", 20)
+    grown = serve(pair("autoregressive", 3), ask_all(PROMPTS, params))
+    assert tokens_of(grown) == tokens_of(roomy)
+    assert [tokens[:40] for tokens in tokens_of(grown)] == tokens_of(plain)
+
+
+# --------------------------------------------------------------------------------------------------
+# Caches
+# --------------------------------------------------------------------------------------------------
+
+
+def requests_for(prompts, params, limit=100):
+    batch = len(prompts)
+    return Requests(
+        warp=make_warp(params, NUM_TOKENS, job=JOB),
+        penalties=None,
+        seed=jnp.arange(batch, dtype=jnp.uint32),
+        limit=jnp.full((batch,), limit, jnp.int32),
+        ignore_eos=jnp.ones((batch,), bool),
+    )
+
+
+def start(served, prompts, params):
+    requests = requests_for(prompts, params)
+    return requests, prefill.start(served.engine, served.weights, requests, prompts, 128, 128)
+
+
+def committed_of(state):
+    tokens, lengths = np.asarray(state.progress.tokens), np.asarray(state.progress.length)
+    return [tuple(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)]
+
+
+def caches_of(state, row, length):
+    """Keys and values of a row's committed tokens, of both models."""
+    caches = [state.target]
+    if hasattr(state.private.drafter, "cache"):
+        caches.append(state.private.drafter.cache)
+    return [np.asarray(part[row, :, :length]) for c in caches for part in (*c.k, *c.v)]
+
+
+@pytest.mark.parametrize("mode", ["itself", "autoregressive-long", "trimmed", "ngram-long"])
+def test_caches_hold_the_committed_tokens_after_every_round(mode):
+    served = pair(*MODES[mode])
+    requests, state = start(served, PROMPTS, MIXED)
+    counts = set()
+    for _ in range(5):
+        before = np.asarray(state.progress.length)
+        state = speculation.run_rounds(served.engine, served.weights, requests, state, jnp.int32(1))
+        rows = committed_of(state)
+        counts |= set((np.asarray(state.progress.length) - before).tolist())
+        rebuilt = start(served, rows, MIXED)[1]
+        for row, tokens in enumerate(rows):
+            ours, theirs = (caches_of(s, row, len(tokens)) for s in (state, rebuilt))
+            for a, b in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+            if mode == "ngram-long":
+                held = np.asarray(state.private.drafter.tokens)[row, : len(tokens)]
+                assert tuple(held.tolist()) == tokens
+    assert mode == "ngram-long" or len(counts) > 1  # rows committed different numbers of tokens
+    if mode == "itself":
+        assert served.engine.k + 1 in counts
+
+
+# --------------------------------------------------------------------------------------------------
+# Ends
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_end_token_ends_its_row_at_every_offset_of_a_block():
+    starts = range(EOS - 1, EOS - 13, -1)  # the end token comes 1, 2, ... 12 tokens behind
+    for four in _fours(starts):
+        answers = serve(counting(), ask_all([(first,) for first in four]))
+        for first, answer in zip(four, answers, strict=True):
+            assert answer.tokens == tuple(range(first + 1, EOS))
+            assert answer.finish_reason == "stop"
+            assert answer.rounds == 1 + -(-(EOS - first - 1) // 9)
+
+
+def _fours(items):
+    return [items[i : i + 4] for i in range(0, len(items), 4)]
+
+
+def test_an_end_token_that_is_ignored_is_a_token():
+    params = dataclasses.replace(GREEDY, ignore_eos=True, max_tokens=5)
+    answers = serve(counting(), ask_all([(EOS - 2,)] * 4, params))
+    assert answers[0].tokens[:2] == (EOS - 1, EOS)
+    assert answers[0].emitted == 5
+    assert answers[0].finish_reason == "length"
+
+
+def test_max_tokens_ends_a_row_at_every_offset_of_a_block():
+    for four in _fours(range(1, 13)):
+        params = [dataclasses.replace(GREEDY, max_tokens=n) for n in four]
+        answers = serve(counting(), ask_all([(0,)] * 4, params))
+        for n, answer in zip(four, answers, strict=True):
+            assert answer.tokens == tuple(range(1, n + 1))
+            assert answer.finish_reason == "length"
+            assert answer.rounds + answer.accepted == n
+
+
+def test_rows_at_the_context_limit_stop_drafting_alone(plain):
+    served = dataclasses.replace(pair("itself", 3), context=36)
+    answers = serve(served, ask_all(PROMPTS, ENDLESS))
+    for prompt, answer, free in zip(PROMPTS, answers, plain, strict=True):
+        room = 36 - len(prompt)
+        assert answer.tokens == free.tokens[:room]
+        assert answer.finish_reason == "length"
+        # The last block drafts no more than can still be committed.
+        assert sum(answer.drafted_per_round) + answer.rounds == room
+    assert [answer.drafted_per_round for answer in answers][3] == (0, 3, 0)
+
+
+def test_rows_beyond_the_drafters_context_are_decoded_plainly():
+    answers = serve(pair("trimmed", 4, "block"), ask_all(PROMPTS, ENDLESS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        length = len(prompt)
+        for drafted, accepted in zip(
+            answer.drafted_per_round, answer.accepted_per_round, strict=True
+        ):
+            fits = length + 4 <= TRIMMED.context
+            first = length == len(prompt)
+            limit = len(prompt) + 40 - length - 1
+            assert drafted == (min(4, limit) if fits and not first else 0)
+            length += accepted + 1
+    assert answers[3].drafted_per_round[-1] == 0 < answers[0].drafted_per_round[-3]
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores that are no numbers
+# --------------------------------------------------------------------------------------------------
+
+
+def test_scores_that_are_no_numbers_fail_their_request_alone():
+    poisoned = {
+        **counting_params(),
+        "embedding": counting_params()["embedding"].at[12].set(jnp.nan),
+    }
+    served = counting()
+    served = dataclasses.replace(served, weights=served.weights._replace(target=poisoned))
+    healthy = serve(counting(), ask_all([(20,), (12,), (5,), (24,)]))
+    answers = serve(served, ask_all([(20,), (12,), (5,), (24,)]))
+    assert [answer.finish_reason for answer in answers] == ["stop", "error", "error", "stop"]
+    assert "not finite" in answers[1].error
+    assert answers[1].tokens == ()
+    assert answers[2].tokens == tuple(range(6, 6 + answers[2].emitted))  # what came before 12
+    assert [answers[row].tokens for row in (0, 3)] == [healthy[row].tokens for row in (0, 3)]
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "autoregressive-long"])
+def test_a_drafter_without_numbers_drafts_nothing(mode, plain):
+    served = pair(*MODES[mode])
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), served.weights.drafter)
+    served = dataclasses.replace(served, weights=served.weights._replace(drafter=broken))
+    answers = serve(served, ask_all(PROMPTS, [ENDLESS, SAMPLED, ENDLESS, NUCLEUS]))
+    assert [answers[row].tokens for row in (0, 2)] == [plain[row].tokens for row in (0, 2)]
+    assert answers[1].drafted == answers[3].drafted == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Penalties
+# --------------------------------------------------------------------------------------------------
+
+PENALISED = SamplingParams(
+    temperature=0,
+    max_tokens=24,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    frequency_penalty=0.25,
+    logit_bias=((3, 1.5),),
+    banned_tokens=(19, EOS),
+)
+
+
+def slow_greedy(prompt, params, count):
+    """Greedy tokens under penalties, one forward pass of everything for each."""
+    score = jax.jit(lambda tokens: with_params(TARGET, target_params())(tokens))
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = np.asarray(score(padded))[0, len(tokens) - 1, :NUM_TOKENS]
+        generated = tokens[len(prompt) :]
+        penalised = reference.penalise(logits, params, prompt, generated)
+        tokens.append(int(np.argmax(penalised)))
+    return tuple(tokens[len(prompt) :])
+
+
+def test_penalties_act_on_target_and_drafts_alike(plain):
+    sampled = dataclasses.replace(PENALISED, temperature=1.0)
+    params = [PENALISED, sampled, dataclasses.replace(ENDLESS, max_tokens=24), sampled]
+    answers = decode(pair("itself", 3), ask_all(PROMPTS, params), job=params)
+    assert answers[0].tokens == slow_greedy(PROMPTS[0], PENALISED, 24) != plain[0].tokens[:24]
+    assert answers[2].tokens == plain[2].tokens[:24]
+    # p equals q wherever the penalties are the same on both sides.
+    assert all(answer.accepted == answer.drafted for answer in answers)
+    banned = {19, EOS}
+    assert not any(banned & set(answers[row].tokens) for row in (0, 1, 3))
+
+
+def test_penalties_reach_a_trimmed_vocabulary():
+    params = [PENALISED, dataclasses.replace(PENALISED, repetition_penalty=1.1), GREEDY, PENALISED]
+    answers = decode(pair("trimmed", 4, "block"), ask_all(PROMPTS, params), job=params)
+    for row in (0, 1, 3):
+        expected = slow_greedy(PROMPTS[row], params[row], 24)
+        assert answers[row].tokens == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [False, True], ids=["one-device", "leader"])
+def test_nothing_is_compiled_once_the_sizes_are_known(compilations, mesh):
+    served = pair("autoregressive", 3)
+    served = on_mesh(served, leader=True) if mesh else served
+    short = [dataclasses.replace(params, max_tokens=12) for params in MIXED]
+    serve(served, ask_all(PROMPTS, short))
+    stops = [dataclasses.replace(p, stop=("a", "b"), seed=s) for s, p in enumerate(short)]
+    with compilations() as compiled:
+        serve(served, ask_all(random_prompts((17, 2, 20, 30), seed=9), stops))
+        serve(served, ask_all(PROMPTS, short[::-1]), rounds_per_call=1)
+    assert compiled == []
+
+
+def test_capacity_is_a_bucket_with_room_for_a_block():
+    assert kv_cache.capacity_for(128) == 128
+    assert [pair("autoregressive", k).engine.slack for k in (1, 8)] == [3, 10]
+
+
+def test_an_engine_names_what_it_cannot_be():
+    with pytest.raises(ValueError, match="rule = 'typical' must be one of"):
+        pair("ngram", 2, "typical")
+    with pytest.raises(ValueError, match="k = 2 must be 0, or positive with a drafter"):
+        dataclasses.replace(pair().engine, k=2)
+    with pytest.raises(ValueError, match="needs a placement"):
+        pair("ngram", 2, leader=True)
+
+
+def test_weights_of_a_drafter_are_not_needed_without_one():
+    served = pair("autoregressive", 3)
+    assert served.plain().weights == Weights(served.weights.target, None)
+    assert isinstance(served.weights.drafter, DrafterParams)
