@@ -22,8 +22,8 @@ Formulas per position, all in nats:
     total_variation   sum |p - q| / 2 = 1 - sum min(p, q) = 1 - acceptance (Chen et al. 2302.01318)
 
 The fast form walks over the positions in chunks that stay in the processor's cache and writes the gradient,
-which has a closed form, in the same walk: 113 ms against 250 ms for automatic differentiation (without
-metrics), and no fp32 temporary of the size of the logits but the gradient. With g = d loss / d p,
+which has a closed form, in the same walk: about 110 ms against 250 ms for automatic differentiation
+(without metrics), and no fp32 temporary of the size of the logits but the gradient. With g = d loss / d p,
 
     d loss / d logits = p (g - sum p g);  cross-entropy p - onehot;  forward KL p - q.
 
@@ -409,8 +409,10 @@ def _walk_chunks(objective, columns: _Columns, shards: int, chunk_bytes: int, wi
     """The sums and the gradient [V, B, T], if it is wanted."""
     shape = columns.logits.shape
     size = _chunk_size(shape, shards, chunk_bytes)
-    # [V, B, T] -> [V, shards, chunks, size]: B is split where it is sharded, so nothing moves.
-    split = jax.tree.map(lambda x: x.reshape(*x.shape[:-2], shards, -1, size), columns)
+    # [V, B, T] -> [V, shards, chunks, size]: B is split where it is sharded, so nothing moves. Without shards
+    # there is no such axis: of size 1 it would cost a third of the speed on a CPU.
+    split_to = (-1, size) if shards == 1 else (shards, -1, size)
+    split = jax.tree.map(lambda x: x.reshape(*x.shape[:-2], *split_to), columns)
 
     def step(carry, index):
         sums, gradient = carry

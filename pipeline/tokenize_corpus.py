@@ -287,11 +287,9 @@ class _Writer:
         self, corpus: Corpus, root: epath.Path, shard_documents: int, progress: bool
     ) -> list[_Tally]:
         """Writes the shards that are missing; sizes of all."""
+        hidden = None if progress else True  # None: shown on terminals only
         documents = tqdm.tqdm(
-            corpus.documents(),
-            f"tokenise {corpus.name}",
-            unit=" documents",
-            disable=None if progress else True,
+            corpus.documents(), f"tokenise {corpus.name}", unit=" texts", disable=hidden
         )
         tallies = []
         for shard, group in enumerate(_batched(documents, shard_documents)):
