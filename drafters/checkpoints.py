@@ -77,8 +77,8 @@ def _print_unless_late(hook: Any, unraisable: Any) -> None:
 def save_params(path: epath.PathLike, params: Params) -> None:
     """Writes a tree of arrays to the new folder `path`; nothing is left behind on failure."""
     path = epath.Path(path)
-    with _refusals(path, "Saving"), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params)
+    with _refusals(path, "Saving"), _writer(params) as checkpointer:
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(params))
 
 
 def restore_params(path: epath.PathLike, abstract: Params) -> Params:
@@ -95,12 +95,35 @@ def restore_params(path: epath.PathLike, abstract: Params) -> Params:
     path = epath.Path(path)
     if not path.is_dir():
         raise UserError(f"No weights in {path}: import or train the model first")
-    with _refusals(path, "Reading"), ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path.absolute(), _placed(abstract))
+    placed = _placed(abstract)
+    with _refusals(path, "Reading"), _reader(placed) as checkpointer:
+        return checkpointer.restore(path.absolute(), placed)
+
+
+def _writer(tree: Params) -> ocp.Checkpointer:
+    """Writes without compression: weights hardly shrink, and a model starts in half the time."""
+    processes = _processes(tree)
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
+    return ocp.Checkpointer(handler, multiprocessing_options=processes)
+
+
+def _reader(tree: Params) -> ocp.StandardCheckpointer:
+    return ocp.StandardCheckpointer(multiprocessing_options=_processes(tree))
+
+
+def _processes(tree: Params) -> ocp.options.MultiprocessingOptions:
+    """Those to wait for: all of them only if they hold parts of `tree`."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    if any(s is not None and not s.is_fully_addressable for s in shardings):
+        return ocp.options.MultiprocessingOptions()
+    here = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process_{here}"
+    )
 
 
 def _placed(abstract: Params) -> Params:
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None) or here

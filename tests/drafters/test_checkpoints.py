@@ -56,7 +56,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(self, *args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ocp.StandardCheckpointer, "save", full)
+    monkeypatch.setattr(ocp.Checkpointer, "save", full)
     with pytest.raises(UserError, match="No space left"):
         save_params(tmp_path / "weights", PARAMS)
     assert not (tmp_path / "weights").exists()
