@@ -191,16 +191,6 @@ class Data:
     corpora: Mapping[str, TokenizedCorpus]
     row_length: int
 
-    @property
-    def identity(self) -> str:
-        """Names the stream of rows but for seed and batch size."""
-        content = [
-            [c.key for c in self.corpora.values()],
-            self._rates(),
-            self.settings.shuffle_buffer,
-        ]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
     def _rates(self) -> list[float]:
         return list(self.settings.rates or (c.split("train").chunks for c in self.corpora.values()))
 

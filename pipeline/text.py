@@ -136,7 +136,13 @@ class OpenText:
         settings = self.settings
         corpora = {corpus.name: corpus.content_hash() for corpus in settings.corpora}
         mixture = [settings.rates, settings.held_out_fraction, settings.shuffle_buffer]
-        return {**corpora, "mixture": json.dumps(mixture), "tokenizer": self.tokenizer.content_hash}
+        marks = [self.tokenizer.bos_id, self.tokenizer.add_bos, *self.tokenizer.eos_ids[:1]]
+        return {
+            **corpora,
+            "mixture": json.dumps(mixture),
+            "tokenizer": self.tokenizer.content_hash,
+            "marks": json.dumps([*marks, self.tokenizer.chat_template]),
+        }
 
     def data(self, row_length: int) -> Data:
         """The text in rows of `row_length`, tokenised now if it was not."""
