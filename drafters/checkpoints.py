@@ -7,7 +7,9 @@ it. A restore reads each array straight into the sharding it is asked for, whate
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import logging
 import os
 import re
@@ -97,7 +99,17 @@ def restore_params(path: epath.PathLike, abstract: Params) -> Params:
         raise UserError(f"No weights in {path}: import or train the model first")
     placed = _placed(abstract)
     with _refusals(path, "Reading"), _reader(placed) as checkpointer:
-        return checkpointer.restore(path.absolute(), placed)
+        params = checkpointer.restore(path.absolute(), placed)
+    _give_back_memory()
+    return params
+
+
+def _give_back_memory() -> None:
+    """Returns what reading used to the system: glibc keeps it, 40% of the weights, until it is asked."""
+    if sys.platform == "linux":
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _writer(tree: Params) -> ocp.Checkpointer:
