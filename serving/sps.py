@@ -13,9 +13,9 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -40,7 +40,9 @@ class Job:
     Attributes:
       lines: one mapping per prompt, "prompt" and overriding sampling fields, or an "error".
       output: a JSONL file to write; None for text on standard output.
-      stream, chat, show, compare: the flags of these names.
+      stream, chat, show: the flags of these names.
+      instead: what is done with pair, prompts and batch size in place of answering; its result is the
+        exit code.
     """
 
     lines: tuple[dict[str, Any], ...]
@@ -48,7 +50,7 @@ class Job:
     stream: bool = False
     chat: bool = False
     show: bool = False
-    compare: bool = False
+    instead: Callable[[Pair, Sequence[Prompt], int], int] | None = None
 
 
 def sps(
@@ -91,15 +93,14 @@ def sps(
     for note in pair.notes:
         sys.stderr.write(f"note: {note}\n")
     prompts = [_prompt(pair, i, line, defaults, job.chat) for i, line in enumerate(job.lines)]
-    if job.compare:
-        sys.stdout.write(compare.report(pair, prompts, batch_size) + "\n")
-        return 0
-    rounds = 1 if job.stream else 32
+    if job.instead:
+        return job.instead(pair, prompts, batch_size)
     answers = decode_all(
         pair,
         prompts,
-        batch_size=batch_size,
-        rounds_per_call=rounds,
+        # Pieces of two texts at once would be unreadable.
+        batch_size=1 if job.stream else batch_size,
+        rounds_per_call=1 if job.stream else 32,
         on_text=_print_piece if job.stream else None,
     )
     return _write(pair, job, answers)
@@ -173,9 +174,9 @@ def _write(pair: Pair, job: Job, answers: Iterator[Answer]) -> int:
 
 
 def _write_lines(job: Job, answers: Iterator[Answer]) -> int:
-    """Writes JSONL; what was finished is kept when the user interrupts."""
+    """Writes JSONL; what was finished is kept when the user interrupts or something breaks."""
     assert job.output is not None
-    failed, interrupted = 0, False
+    failed, cause = 0, None
     with (
         atomic_open(job.output) as file,
         tqdm(total=len(job.lines), unit="prompt", disable=None) as bar,
@@ -185,10 +186,12 @@ def _write_lines(job: Job, answers: Iterator[Answer]) -> int:
                 failed += bool(answer.error)
                 file.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
                 bar.update()
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
-        raise KeyboardInterrupt
+        except BaseException as error:
+            if not bar.n:
+                raise
+            cause = error  # raised below, once the file is in its place
+    if cause:
+        raise cause
     return 1 if failed else 0
 
 
@@ -201,19 +204,15 @@ def read_lines(path: str) -> tuple[dict[str, Any], ...]:
     """The prompts of a JSONL file; a malformed line becomes one with an "error" that names it.
 
     Raises:
-      UserError: no such file, not UTF-8, or empty.
+      UserError: no such file, or empty.
     """
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 (byte {error.start}): convert it, e.g. with iconv"
-        ) from error
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from error
     lines = [
-        _line(path, number, line)
-        for number, line in enumerate(text.splitlines(), 1)
+        _line(f"{path}, line {number}", line)
+        for number, line in enumerate(content.split(b"\n"), 1)
         if line.strip()
     ]
     if not lines:
@@ -221,27 +220,34 @@ def read_lines(path: str) -> tuple[dict[str, Any], ...]:
     return tuple(lines)
 
 
-def _line(path: str, number: int, line: str) -> dict[str, Any]:
-    where = f"{path}, line {number}"
+def _line(where: str, line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return {"error": f"{where}: not UTF-8 (byte {error.start} of the line): convert it"}
     except json.JSONDecodeError as error:
         return {"error": f"{where}: not JSON ({error.msg})"}
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         return {"error": f"{where}: expected an object with a string 'prompt'"}
+    if not _is_text(value["prompt"]):
+        return {"error": f"{where}: the prompt holds half of a surrogate pair, which is no text"}
     return value
 
 
-def _one_prompt(flags: argparse.Namespace, stdin: TextIO) -> str:
-    if flags.prompt is not None:
-        # What the shell passed on undecodable bytes; no tokenizer takes those.
-        if any("\udc80" <= character <= "\udcff" for character in flags.prompt):
-            raise UserError("--prompt is not UTF-8: convert it, e.g. with iconv")
-        return flags.prompt
+def _is_text(text: str) -> bool:
+    """False for halves of surrogate pairs, which JSON can spell and shells make of undecodable bytes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _one_prompt(flags: argparse.Namespace) -> str:
+    where = "standard input" if flags.prompt is None else "--prompt"
     try:
-        return stdin.read()
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not UTF-8 (byte {error.start}): convert it") from error
+        text = sys.stdin.read() if flags.prompt is None else flags.prompt
+    except UnicodeDecodeError:
+        text = "\udcff"
+    if not _is_text(text):
+        raise UserError(f"{where} is not UTF-8: convert it, e.g. with iconv")
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -251,8 +257,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     config.add_flags(parser)
-    parser.add_argument("--prompt", help="one prompt; standard input without any")
-    parser.add_argument("--prompts_file", metavar="JSONL", help='{"prompt": ...} lines; "-": stdin')
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", help="one prompt; standard input without any")
+    prompts.add_argument(
+        "--prompts_file", metavar="JSONL", help='{"prompt": ...} lines; "-": stdin'
+    )
     parser.add_argument("--output", metavar="JSONL", help="one answer per line, in input order")
     parser.add_argument("--k", type=int, help="drafts per round; 0 is plain decoding")
     for name, kind in (
@@ -276,6 +285,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _compare(pair: Pair, prompts: Sequence[Prompt], batch_size: int) -> int:
+    sys.stdout.write(compare.report(pair, prompts, batch_size) + "\n")
+    return 0
+
+
 _SAMPLING_FLAGS = ("seed", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
 
 
@@ -290,14 +304,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif flags.prompts_file:
         lines = read_lines(flags.prompts_file)
     else:
-        lines = ({"prompt": _one_prompt(flags, sys.stdin)},)
+        lines = ({"prompt": _one_prompt(flags)},)
     job = Job(
         lines=lines,
         output=flags.output,
         stream=flags.stream,
         chat=flags.chat,
         show=flags.show,
-        compare=flags.compare,
+        instead=_compare if flags.compare else None,
     )
     configured = config.load(
         sps,
