@@ -368,7 +368,7 @@ def everywhere(engine: Engine, x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, engine.placement.sharding())
 
 
-def _turn(
+def turn_of(
     engine: Engine, weights: Weights, requests: Requests, state: State
 ) -> tuple[Turn, Private]:
     """`take_turn`, by the leader alone if there is one."""
@@ -387,7 +387,7 @@ def _turn(
 def play_round(engine: Engine, weights: Weights, requests: Requests, state: State) -> State:
     """One round: turn, broadcast, scores."""
     with jax.named_scope("turn"):
-        turn, private = _turn(engine, weights, requests, state)
+        turn, private = turn_of(engine, weights, requests, state)
     progress = _advance(engine, requests, state.progress, state.scored.num_drafted, turn)
     last = jnp.take_along_axis(turn.block, jnp.maximum(turn.count - 1, 0)[:, None], axis=1)
     tokens = jnp.concatenate((last, turn.drafts), axis=1)
