@@ -50,6 +50,7 @@ from pipeline.training_models import (
     read_target,
     require_teachable,
 )
+from pipeline.training_samples import sampler
 from pipeline.training_settings import (
     Batch,
     Checkpoints,
@@ -244,9 +245,10 @@ class _Session:
             draft_ids=draft_ids,
         )
         job.check()
+        begin = initial_params(spec, target, draft_ids)
         if self.member.leads:
             artifacts.write(bench.record, self._record(ingredients))
-        ended = self._run(job, target, draft_ids, bench, requested)
+        ended = self._run(job, target, begin, bench, requested)
         if not ended.stopped:
             self._finish(job, ended, ingredients, bench)
         return ended.stopped
@@ -277,11 +279,11 @@ class _Session:
         self,
         job: Job,
         target: Target | None,
-        draft_ids: np.ndarray | None,
+        begin: Params | None,
         bench: Bench,
         requested: threading.Event,
     ) -> Ended:
-        """The loop, from the newest saved state or the beginning."""
+        """The loop, from the newest saved state or from `begin` (random parameters if None)."""
         spec, states = job.spec, States(bench.states, self.checkpoints.keep)
         try:
             teacher = None
@@ -301,7 +303,7 @@ class _Session:
             )
             saved = loop.begin()
             state, step, notes = saved or (
-                job.initial_state(initial_params(spec, target, draft_ids)),
+                job.initial_state(begin),
                 0,
                 {},
             )
@@ -316,7 +318,12 @@ class _Session:
                 if not step:
                     journal.text(0, "config", f"```\n{self.config}\n```")
                 ended = loop.run(
-                    state, step, notes, journal, started=self._describe(job, step, peak)
+                    state,
+                    step,
+                    notes,
+                    journal,
+                    started=self._describe(job, step, peak),
+                    sample=sampler(job, self.text.tokenizer, self.watch),
                 )
                 if not ended.stopped:
                     journal.hparams(_hparams(spec), _results(ended.held_out))

@@ -124,7 +124,6 @@ class Loop:
       teacher: the target's parameters on the mesh, if it runs in the step.
       states: where to go on from, and save to.
       checkpoints, watch: how often.
-      journal: what is shown.
       share: this process's rows.
       peak: flop/s of the whole mesh.
       requested: set when this process is asked to stop.
@@ -157,15 +156,6 @@ class Loop:
             ).items()
         }
 
-    # ------------------------------------------------------------------------------- data
-
-    def _stop_flags(self) -> jax.Array:
-        """bool[shards], true where this process was asked to stop."""
-        asked = np.full(self.job.shards, self.requested.is_set())
-        return jax.make_array_from_callback(
-            asked.shape, self.job.batch_sharding(), lambda index: asked[index]
-        )
-
     # ------------------------------------------------------------------------------- the loop
 
     def begin(self) -> tuple[TrainState, int, dict[str, Any]] | None:
@@ -182,9 +172,18 @@ class Loop:
         step: int,
         notes: Mapping[str, Any],
         journal: watching.Journal,
+        *,
         started: Callable[[jax.stages.Compiled], None] = lambda compiled: None,
+        sample: Callable[[int, Params], str] | None = None,
     ) -> Ended:
-        """Goes on from `state` after `step` steps; `started` sees the compiled step."""
+        """Goes on from `state` after `step` steps.
+
+        Args:
+          state, step, notes: where to go on.
+          journal: where it is shown.
+          started: sees the compiled step.
+          sample: a text that parameters after some step write.
+        """
         spec, begun = self.job.spec, time.monotonic()
         tokens, before = int(notes.get("tokens", 0)), float(notes.get("seconds", 0.0))
         held_out: dict[str, dict[str, float]] = {}
@@ -213,7 +212,7 @@ class Loop:
             while step < spec.steps:
                 with self.meter.waiting():
                     batch, first_ids = source.next()
-                flags = self._stop_flags()
+                flags = self.job.put_flag(self.requested.is_set())
                 if compiled is None:
                     compiled = self.job.compile(state, batch, flags, self.in_step)
                     started(compiled)
@@ -233,7 +232,8 @@ class Loop:
                 if look:
                     held_out = self.measure(state.params)
                     journal.held_out(step, held_out)
-                    self._samples(step, state.params, journal)
+                    if sample is not None:
+                        journal.text(step, "samples", sample(step, state.params))
                     self.meter.restart()
         finally:
             source.close()
@@ -262,6 +262,3 @@ class Loop:
             for corpus, batches in self.held_out.items()
         }
         return {corpus: watching.averaged(jax.device_get(m)) for corpus, m in waiting.items()}
-
-    def _samples(self, step: int, params: Params, journal: watching.Journal) -> None:
-        """Nothing, unless `samples` was given."""

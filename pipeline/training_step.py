@@ -35,10 +35,10 @@ _MEASURE = Objective(cross_entropy=1.0)
 
 
 class TrainState(NamedTuple):
-    """All that a step changes; the data position is `step`."""
+    """All that a step changes; the data position is `step`. Shardings and shapes stand in the same places."""
 
-    step: jax.Array  # i32[], steps done
-    params: Params  # f32
+    step: Any  # i32[], steps done
+    params: Any  # Params, f32
     optimizer: Any  # optax's, with moments in the places of the parameters
 
 
@@ -188,6 +188,13 @@ class Job:
             return jax.make_array_from_process_local_data(sharding, local, whole)
 
         return {name: array(local) for name, local in batch.items()}
+
+    def put_flag(self, value: bool) -> jax.Array:
+        """bool[shards], this process's parts being `value`."""
+        flags = np.full(self.shards, value)
+        return jax.make_array_from_callback(
+            flags.shape, self.batch_sharding(), lambda index: flags[index]
+        )
 
     def state_shardings(self) -> TrainState:
         """Shardings in the places of the state's arrays; moments lie where their parameters lie."""

@@ -14,18 +14,38 @@ from drafters.model_card import read_card
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
+_started: list[subprocess.Popen] = []
 
 pytestmark = pytest.mark.slow
 
 
 def start(run_dir: Path, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.pipeline.train_small", str(run_dir)],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        # Every start after the first takes the programs that the first compiled.
+        env={
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": str(run_dir.parent / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **environment,
+        },
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
+    _started.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left():
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.communicate()
 
 
 def start_two(run_dir: Path) -> list[subprocess.Popen]:

@@ -1,4 +1,4 @@
-"""A small training as a process of its own, to be interrupted: `python -m tests.pipeline.train_small RUN_DIR`.
+"""A small training as a process of its own: `python -m tests.pipeline.train_small RUN_DIR`.
 
 With DRAFTMESH_PROCESSES set it is one of several, with 4 host devices each.
 """

@@ -1,0 +1,254 @@
+"""The stage: order, results, what is refused, what is watched."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from drafters.model_card import read_card, read_draft_ids
+from drafters.models import read_params_of
+from drafters.shapes import TransformerShape
+from pipeline import watching
+from pipeline.core import artifacts
+from pipeline.core.errors import UserError
+from pipeline.core.run_dir import RunDir
+from pipeline.objectives import Objective
+from pipeline.train import train
+from pipeline.training_loop import Prefetch
+from pipeline.training_models import Bench, TrainingRecord
+from pipeline.training_settings import Batch, Checkpoints, ModelSpec, Watch
+from tests.pipeline.synthetic import VOCAB, SyntheticText
+
+SHAPE = TransformerShape(
+    vocab_size=VOCAB,
+    num_layers=2,
+    width=16,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_width=24,
+    context=32,
+)
+TRIMMED = dataclasses.replace(SHAPE, num_layers=1, tied_head=False, head_vocab=100)
+ROWS = Batch(rows=4, length=16)
+TARGET = ModelSpec(name="target", shape=SHAPE, steps=6, batch=ROWS)
+DRAFTER = ModelSpec(
+    name="wide",
+    shape=TRIMMED,
+    steps=4,
+    batch=ROWS,
+    objective=Objective(forward_kl=1.0),
+    init="target",
+    layers=(1,),
+    teacher="cache",
+    cached_tokens=8,
+)
+WATCH = Watch(log_every=2, evaluate_every=4, evaluate_batches=2, samples=("a",), sample_tokens=3)
+
+
+def run(run_dir, *models, **changes):
+    settings = {"text": SyntheticText(), "watch": WATCH, "config": "train.seed = 0"}
+    train(run_dir=str(run_dir), models=models, **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    # Listed the other way round: the target comes first all the same.
+    run(root, DRAFTER, TARGET, checkpoints=Checkpoints(every_steps=2))
+    return RunDir.at(root)
+
+
+def test_models_are_complete(trained):
+    card = read_card(trained.model("wide"))
+    assert card.source.format == "training"
+    assert card.shape == TRIMMED
+    assert card.training_cost is not None
+    assert card.training_cost.flops > 0
+    assert 0 < card.training_cost.tokens < DRAFTER.tokens  # padding is left out
+    np.testing.assert_array_equal(read_draft_ids(trained.model("wide"), card), np.arange(100))
+    params = read_params_of(trained.model("wide"), card)
+    assert params["head"].shape == (100, 16)
+    assert set(params["layers"]) == {"0"}
+    assert not Bench(trained, "wide").states.exists()
+
+
+def test_the_record_tells_cost_and_results(trained):
+    record = artifacts.read(Bench(trained, "wide").record, TrainingRecord)
+    target = read_card(trained.model("target"))
+    assert record.ingredients.model == DRAFTER
+    assert record.ingredients.target_hash == target.weights_hash
+    assert record.weights_hash == read_card(trained.model("wide")).weights_hash
+    results = record.held_out["random"]
+    assert 0 < results["overlap"] < 1
+    assert 0 <= results["agreement"] <= 1
+    assert results["perplexity"] == pytest.approx(math.exp(results["loss"]))
+
+
+def test_a_finished_model_is_not_trained_again(trained, capfd):
+    before = read_card(trained.model("wide"))
+    run(trained.root, TARGET, DRAFTER)
+    assert read_card(trained.model("wide")) == before
+    shown = capfd.readouterr().err
+    assert "models/target: trained already (6 steps, random perplexity" in shown
+    assert "step" not in shown.replace("steps", "")
+
+
+def test_another_config_is_refused_with_the_difference(trained):
+    longer = dataclasses.replace(DRAFTER, steps=9)
+    with pytest.raises(UserError, match=r"model\.steps was 4, now 9") as caught:
+        run(trained.root, TARGET, longer)
+    assert "cross_entropy" not in str(caught.value)  # only what differs
+    with pytest.raises(UserError, match=r"data\.text was 'synthetic 0', now 'synthetic 1'"):
+        run(trained.root, TARGET, text=SyntheticText(seed=1))
+
+
+def test_tensorboard_has_everything(trained):
+    events = EventAccumulator(str(trained.tensorboard("train") / "wide"))
+    events.Reload()
+    tags = set(events.Tags()["tensors"])
+    assert {
+        "loss/train",
+        "agreement/overlap",
+        "optimizer/gradient_norm",
+        "optimizer/learning_rate",
+        "throughput/tok_s",
+        "throughput/model_flops_utilisation",
+        "timing/input_wait_fraction",
+        "held_out_loss/random",
+        "held_out_perplexity/random",
+        "held_out_overlap/random",
+        "held_out_agreement/random",
+        "final_overlap/random",
+        "samples",
+        "config",
+    } <= tags
+    assert [event.step for event in events.Tensors("loss/train")] == [2, 4]
+    assert "_hparams_/session_start_info" in set(events.summary_metadata) | tags
+
+
+def test_nothing_compiles_after_the_first_step(tmp_path):
+    """Counted from the first step of the loop to the last, evaluations left out."""
+    compiled, begun = [], []
+
+    def listen(name: str, *_: object, **__: object) -> None:
+        if begun and name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    class Text(SyntheticText):
+        def rows(self, batch, step, share=None):
+            if 3 <= step < 100:  # the first step has been compiled when its successors are made
+                begun.append(step)
+            return super().rows(batch, step)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    long = dataclasses.replace(TARGET, steps=12)
+    watch = dataclasses.replace(WATCH, evaluate_every=100, samples=())
+    with pytest.raises(UserError, match="stop here"):
+        run(tmp_path, long, text=_Stopping(Text(), at=9), watch=watch)
+    assert len(begun) >= 6
+    # Everything but the step itself, which compiles while its successors are prepared.
+    assert len(compiled) <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stopping:
+    """Text that fails at a step."""
+
+    text: SyntheticText
+    at: int
+
+    def __getattr__(self, name):
+        return getattr(self.text, name)
+
+    def open(self, run, target, seed):
+        return self
+
+    def batches(self, batch, first, share):
+        for step, rows in enumerate(self.text.batches(batch, first, share), start=first):
+            if step == self.at:
+                raise UserError("stop here")
+            yield rows
+
+
+def test_a_loss_that_is_no_number_stops_with_its_step_and_is_not_saved(tmp_path):
+    with pytest.raises(UserError, match=r"loss is nan .* at step 4, on batch 4"):
+        run(tmp_path, TARGET, text=SyntheticText(poison=4), checkpoints=Checkpoints(every_steps=1))
+    states = {path.name for path in Bench(RunDir.at(tmp_path), "target").states.iterdir()}
+    assert "5" not in states
+    assert "4" in states
+
+
+def test_a_spike_stops():
+    guard = watching.Guard("m", spike=2.0)
+    for step in range(30):
+        guard.check(step, 3.0, 1.0, [])
+    guard.check(30, 5.9, 1.0, [])
+    with pytest.raises(UserError, match=r"jumped to 6\.300 from a mean of 3\.1.* at step 31"):
+        guard.check(31, 6.3, 1.0, [1, 2])
+    with pytest.raises(UserError, match="gradient norm inf"):
+        guard.check(31, 3.0, math.inf, [])
+
+
+def test_a_target_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"models/target does not exist.*import a model"):
+        run(tmp_path, DRAFTER)
+
+
+def test_a_target_cannot_teach_itself(tmp_path):
+    itself = dataclasses.replace(TARGET, objective=Objective(forward_kl=1.0))
+    with pytest.raises(UserError, match="cannot learn from itself"):
+        run(tmp_path, itself)
+
+
+def test_names_must_differ(tmp_path):
+    with pytest.raises(UserError, match="two models named 'target'"):
+        run(tmp_path, TARGET, TARGET)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(trained):
+    shape = dataclasses.replace(SHAPE, vocab_size=VOCAB + 6)
+    other = dataclasses.replace(TARGET, name="other", shape=shape, objective=DRAFTER.objective)
+    with pytest.raises(UserError, match="vocab_size = 264, but the target 'target' has 258"):
+        run(trained.root, TARGET, other)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
+    shape = dataclasses.replace(SHAPE, vocab_size=100)
+    with pytest.raises(UserError, match="258 ids, but the embedding only 100"):
+        run(tmp_path, dataclasses.replace(TARGET, shape=shape))
+
+
+def test_layers_and_widths_must_be_the_targets(trained):
+    wrong = dataclasses.replace(DRAFTER, name="wrong", layers=(2,))
+    with pytest.raises(UserError, match=r"names layer 2, but .* layers 0\.\.1"):
+        run(trained.root, TARGET, wrong)
+    wider = dataclasses.replace(
+        wrong, layers=(1,), shape=dataclasses.replace(TRIMMED, mlp_width=32)
+    )
+    with pytest.raises(UserError, match=r"needs the target's widths"):
+        run(trained.root, TARGET, wider)
+
+
+def test_a_dry_run_prints_and_writes_nothing(tmp_path, capfd):
+    run(tmp_path / "new", DRAFTER, TARGET, dry_run=True)
+    shown = capfd.readouterr().err
+    assert "target: 2 layers of width 16" in shown
+    assert "wide: 1 layers" in shown
+    assert "learns from target" in shown
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_prefetch_hands_errors_on_and_ends():
+    def items():
+        yield 1
+        raise UserError("no more text")
+
+    source = Prefetch(items(), lambda item: item + 1)
+    assert source.next() == 2
+    with pytest.raises(UserError, match="no more text"):
+        source.next()
+    source.close()
