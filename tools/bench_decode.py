@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import io
 import os
 import platform
 import resource
@@ -124,6 +126,7 @@ def transformers_arm(folder: str, ids: Sequence[int], tokens: int) -> Callable[[
             "transformers is the yardstick of this benchmark: pip install -e '.[bench]'"
         ) from error
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = torch.tensor([list(ids)])
 
@@ -147,7 +150,8 @@ def export(model: str, destination: str) -> str:
     from tools.export_model import main as export_model
 
     path = f"{destination}/exported"
-    export_model([model, path])
+    with contextlib.redirect_stdout(io.StringIO()):
+        export_model([model, path])
     return path
 
 
