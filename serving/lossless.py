@@ -33,7 +33,7 @@ from serving.speculation import Engine, Requests, State, Weights
 SIZE = 1e-3  # chance that a table of an exact pair shows any failure
 POWER = 0.99  # at the deviations a line says it would see
 PREFIX = 16  # tokens of a prompt that are used: one small chunk
-GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 WARPS = (
     SamplingParams(),
     SamplingParams(top_p=0.8),
@@ -282,9 +282,9 @@ def _read(
     _keep_logits(state, drafts, accepted, whole, logits)
     bonus = np.where(whole, np.take_along_axis(block, accepted[:, None], axis=1)[:, 0], -1)
     second = np.where(accepted > 0, block[:, 1], -1)
-    if not certain:
-        # How many drafts are accepted may hang on what comes later (the block rule does so): only all
-        # rows together have the target's law, so those that were cut short go on.
+    if pair.engine.rule == "block" and not certain:
+        # How many drafts are accepted hangs on what comes later: only all rows together have the
+        # target's law, so those that were cut short go on.
         state = speculation.run_rounds(pair.engine, pair.weights, requests, state, jnp.int32(2))
         second = np.asarray(state.progress.tokens)[:, length + 1]
     return block[:, 0], second, accepted, drafted, drafts, bonus

@@ -1,6 +1,6 @@
 """Checks that a served pair is lossless: its output is exactly the target's, whatever drafts.
 
-    python -m serving.verify --gin_file=gin/smollm2.gin --samples=512
+    python -m serving.verify --gin_file=gin/smollm2.gin --samples=1024
 
 It reads the same config as serving.sps. Greedy tokens are compared with plain decoding; sampled tokens
 behind fixed texts are tested against the target's distribution, first and later in a block, as corrections
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     config.add_flags(parser)
     parser.add_argument("--k", type=int, help="drafts per round, over the config's")
-    parser.add_argument("--samples", type=int, default=512, help="seeds per test (512)")
+    parser.add_argument("--samples", type=int, default=256, help="seeds per test (256)")
     parser.add_argument("--prompts_file", metavar="JSONL", help="texts to decode behind")
     flags = config.parse_flags(parser, arguments)
     if flags.samples < 1:
