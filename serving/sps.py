@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from drafters.compilation import keep_programs
 from drafters.mesh import Topology
 from pipeline.core import config
 from pipeline.core.errors import UserError, run_cli
@@ -176,23 +177,33 @@ def _write(pair: Pair, job: Job, answers: Iterator[Answer]) -> int:
 def _write_lines(job: Job, answers: Iterator[Answer]) -> int:
     """Writes JSONL; what was finished is kept when the user interrupts or something breaks."""
     assert job.output is not None
-    failed, cause = 0, None
+    written, failed, cause = 0, 0, None
     with (
         atomic_open(job.output) as file,
         tqdm(total=len(job.lines), unit="prompt", disable=None) as bar,
     ):
         try:
             for answer in answers:
+                file.write(_as_line(answer))
+                written += 1
                 failed += bool(answer.error)
-                file.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
                 bar.update()
         except BaseException as error:
-            if not bar.n:
+            if not written:
                 raise
             cause = error  # raised below, once the file is in its place
     if cause:
         raise cause
     return 1 if failed else 0
+
+
+# Ends of lines to some readers, which JSON leaves as they are.
+_SEPARATORS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+
+
+def _as_line(answer: Answer) -> str:
+    text = json.dumps(dataclasses.asdict(answer), ensure_ascii=False)
+    return text.translate(_SEPARATORS) + "\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -313,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show=flags.show,
         instead=_compare if flags.compare else None,
     )
+    keep_programs()
     configured = config.load(
         sps,
         SETTINGS,

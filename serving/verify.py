@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 
+from drafters.compilation import keep_programs
 from pipeline.core import config
 from pipeline.core.errors import UserError, run_cli
 from serving import lossless, sps
@@ -116,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines=sps.read_lines(flags.prompts_file) if flags.prompts_file else tuple(texts),
         instead=functools.partial(verify, samples=flags.samples),
     )
+    keep_programs()
     configured = config.load(
         sps.sps,
         sps.SETTINGS,
