@@ -18,7 +18,7 @@ import numpy as np
 
 from drafters.checkpoints import States
 from drafters.mesh import Topology
-from drafters.model_card import Source, TrainingCost
+from drafters.model_card import CARD, Source, TrainingCost
 from drafters.models import write_model
 from drafters.shapes import Rope, TransformerShape
 from drafters.sharding import Placement
@@ -167,8 +167,10 @@ def train(
     )
     with stop_requests() as requested:
         for spec in ordered:
-            teacher = read_target(run, target) if spec.needs_target else None
-            if session.train(spec, teacher, requested):
+            # Whatever a drafter is trained for, it is measured against the target.
+            known = (run.model(target) / CARD).exists()
+            other = spec.name != target and (spec.needs_target or known)
+            if session.train(spec, read_target(run, target) if other else None, requested):
                 watching.say(f"stopped; the same command goes on with {spec.name}")
                 return
 
@@ -258,11 +260,12 @@ class _Session:
         require_fit(tokenizer, spec.shape.vocab_size, spec.name)
         if target is not None:
             require_teachable(spec, target, tokenizer.content_hash)
+        learns = target is not None and spec.needs_target
         return Ingredients(
             model=spec,
             data={**self.text.fingerprint, "seed": str(self.seed)},
             tokenizer_hash=tokenizer.content_hash,
-            target_hash=target.card.weights_hash if target else "",
+            target_hash=target.card.weights_hash if target is not None and learns else "",
         )
 
     def _draft_ids(self, spec: ModelSpec) -> np.ndarray | None:
@@ -430,12 +433,14 @@ def _hparams(spec: ModelSpec) -> dict[str, bool | int | float | str]:
 
 
 def _results(held_out: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The final held-out metrics as columns of the table."""
+    """The final held-out metrics as columns of the table.
+
+    TensorBoard takes the columns from the first row, so all have the same: the target agrees with itself.
+    """
     return {
-        f"final_{metric}/{corpus}": value
+        f"final/{metric}_{corpus}": values.get(metric, 1.0)
         for corpus, values in held_out.items()
-        for metric, value in values.items()
-        if metric != "loss"
+        for metric in ("overlap", "agreement", "perplexity")
     }
 
 

@@ -145,7 +145,7 @@ class Loop:
         self.job, self.feed, self.teacher, self.states = job, feed, teacher, states
         self.checkpoints, self.watch, self.share = checkpoints, watch, share
         self.requested = requested
-        self.in_step = None if job.learns_from_cache else teacher
+        self.in_step = teacher if job.learns_in_step else None
         self.guard = watching.Guard(job.spec.name, watch.spike)
         self.meter = watching.Meter(job.spec.batch.tokens, job.flops_per_step(), peak)
         self.evaluate = job.evaluator()

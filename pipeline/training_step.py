@@ -147,6 +147,12 @@ class Job:
         """Whether the target's answers come with the batches."""
         return self.spec.teacher == "cache" and self.spec.objective.needs_teacher
 
+    @property
+    def learns_in_step(self) -> bool:
+        """Whether the target runs in every step; it runs in evaluations wherever there is one."""
+        objective = self.spec.objective
+        return self.teacher is not None and objective.needs_teacher and not self.learns_from_cache
+
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Of this model."""
@@ -377,8 +383,7 @@ class Job:
         """
         batch = self.spec.batch
         per_token = 3 * self.spec.shape.flops_per_token(batch.length)
-        learns = self.spec.objective.needs_teacher and not self.learns_from_cache
-        if self.teacher is not None and learns:
+        if self.teacher is not None and self.learns_in_step:
             per_token += self.teacher.shape.flops_per_token(batch.length)
         return float(per_token) * batch.tokens
 

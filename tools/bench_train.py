@@ -80,9 +80,10 @@ def measure(spec: ModelSpec, run: RunDir, steps: int) -> None:
         step = job.compile(state, source.next(), stop, None)
         readings, peaks = [], [watching.measure_peak("float32")]
 
-        def listen(name: str, *_: object, **__: object) -> None:
-            if name == _COMPILED:
-                compiled_after.append(name)
+        def listen(event: str, duration_secs: float, **_: str | int) -> None:
+            del duration_secs
+            if event == _COMPILED:
+                compiled_after.append(event)
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         for number in range(-_WARM_UP, steps):

@@ -122,7 +122,7 @@ def test_tensorboard_has_everything(trained):
         "held_out_perplexity/random",
         "held_out_overlap/random",
         "held_out_agreement/random",
-        "final_overlap/random",
+        "final/overlap_random",
         "samples",
         "config",
     } <= tags
@@ -252,3 +252,20 @@ def test_the_prefetch_hands_errors_on_and_ends():
     with pytest.raises(UserError, match="no more text"):
         source.next()
     source.close()
+
+
+def test_the_table_of_shapes_has_the_same_columns_in_every_row(trained):
+    columns = []
+    for name in ("target", "wide"):
+        events = EventAccumulator(str(trained.tensorboard("train") / name))
+        events.Reload()
+        columns.append({tag for tag in events.Tags()["tensors"] if tag.startswith("final/")})
+    assert columns[0] == columns[1] != set()
+
+
+def test_a_drafter_trained_on_text_alone_is_measured_against_the_target(trained):
+    plain = dataclasses.replace(TARGET, name="plain", steps=2)
+    run(trained.root, TARGET, plain)
+    record = artifacts.read(Bench(trained, "plain").record, TrainingRecord)
+    assert 0 < record.held_out["random"]["overlap"] < 1
+    assert record.ingredients.target_hash == ""  # its weights do not depend on the target

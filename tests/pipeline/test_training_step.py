@@ -169,7 +169,7 @@ def test_moments_lie_where_their_parameters_lie():
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
     moments = shardings.optimizer[1][0].mu
     assert moments == shardings.params
-    assert moments["layers"]["mlp"]["down"].spec[2] == ("model",)
+    assert moments["layers"]["mlp"]["down"].spec[2] == "model"
 
 
 def test_heads_that_do_not_divide_are_refused():
