@@ -213,7 +213,8 @@ def _decode_served(
         )
         state = _read(state, rows, batch, time.perf_counter() - started, on_text)
         budget = rounds_per_call
-    return _answers(rows, jax.device_get(state.progress), time.perf_counter() - started)
+    progress = jax.device_get(state.progress)
+    return [_answer(row, b, progress) for b, row in enumerate(rows)]
 
 
 def _read(
@@ -326,12 +327,8 @@ def _rounds_until(taken: int, accepted: np.ndarray) -> int:
     return min(len(made), int(np.searchsorted(made, taken)) + 1)
 
 
-def _answers(rows: Sequence[Row], progress: Progress, now: float) -> list[Answer]:
-    return [_answer(row, b, progress) for b, row in enumerate(rows)]
-
-
 def _answer(row: Row, b: int, progress: Progress) -> Answer:
-    rounds = _rounds_until(row.taken, progress.accepted[b, : progress.rounds[b]])
+    rounds = _rounds_until(row.taken, np.asarray(progress.accepted[b, : progress.rounds[b]]))
     accepted, drafted = (
         tuple(int(count) for count in counts[b, :rounds])
         for counts in (progress.accepted, progress.drafted)

@@ -31,7 +31,8 @@ def _speculate(arguments: Sequence[str]) -> int:
 def _train(arguments: Sequence[str]) -> int:
     from tools import bench_train
 
-    return bench_train.train(arguments)
+    bench_train.train(arguments)
+    return 0
 
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
