@@ -225,9 +225,14 @@ def _waiting(pair: Pair, prefix: Sequence[int]) -> State:
     requests = _requests(pair, WARPS[0], 0, len(prefix))
     texts = [list(prefix[:-1])] * rows
     state = prefill.start(engine, pair.weights, requests, texts, capacity, capacity)
-    forced = jnp.zeros_like(state.scored.scores).at[prefix[-1], :, 0].set(1e4)
-    forced = jax.device_put(forced, state.scored.scores.sharding)
+    forced = _only(state.scored.scores, jnp.int32(prefix[-1]))
     return dataclasses.replace(state, scored=dataclasses.replace(state.scored, scores=forced))
+
+
+@jax.jit
+def _only(scores: Array, token: Array) -> Array:
+    """Scores like these, f32[V, B, T], that leave no choice but `token`."""
+    return jnp.zeros_like(scores).at[token].set(1e4)
 
 
 def _scored(pair: Pair, requests: Requests, waiting: State) -> State:
