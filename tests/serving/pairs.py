@@ -14,10 +14,11 @@ from drafters.ngram import Ngram
 from drafters.shapes import TransformerShape
 from drafters.tokenizers import Piece, Tokenizer
 from drafters.transformer import abstract_params
+from serving import prefill
 from serving.decode import Prompt, decode
 from serving.pair import Pair
-from serving.sampling import SamplingParams
-from serving.speculation import Engine, Weights
+from serving.sampling import SamplingParams, make_warp
+from serving.speculation import Engine, Requests, Weights
 
 # Text pieces on which stop strings and characters can be split, an end token, and padding behind.
 PIECES = [
@@ -213,3 +214,20 @@ def ask_all(prompts, params=GREEDY):
 
 def serve(served, prompts, **options):
     return decode(served, prompts, job=JOB, **options)
+
+
+def requests_for(prompts, params, limit=100):
+    batch = len(prompts)
+    return Requests(
+        warp=make_warp(params, NUM_TOKENS, job=JOB),
+        penalties=None,
+        seed=jnp.arange(batch, dtype=jnp.uint32),
+        limit=jnp.full((batch,), limit, jnp.int32),
+        ignore_eos=jnp.ones((batch,), bool),
+    )
+
+
+def start(served, prompts, params):
+    """Requests that do not end soon, and the state behind their prompts."""
+    requests = requests_for(prompts, params)
+    return requests, prefill.start(served.engine, served.weights, requests, prompts, 128, 128)

@@ -10,15 +10,14 @@ import pytest
 from drafters import kv_cache
 from drafters.autoregressive import DrafterParams
 from drafters.transformer import with_params
-from serving import prefill, speculation
+from serving import speculation
 from serving.decode import decode
-from serving.sampling import SamplingParams, make_warp
-from serving.speculation import Requests, Weights
+from serving.sampling import SamplingParams
+from serving.speculation import Weights
 from tests.serving import reference
 from tests.serving.pairs import (
     EOS,
     GREEDY,
-    JOB,
     NUCLEUS,
     NUM_TOKENS,
     SAMPLED,
@@ -32,6 +31,7 @@ from tests.serving.pairs import (
     pair,
     random_prompts,
     serve,
+    start,
     target_params,
 )
 
@@ -181,22 +181,6 @@ def test_longer_answers_move_to_larger_caches(monkeypatch, plain):
 # --------------------------------------------------------------------------------------------------
 # Caches
 # --------------------------------------------------------------------------------------------------
-
-
-def requests_for(prompts, params, limit=100):
-    batch = len(prompts)
-    return Requests(
-        warp=make_warp(params, NUM_TOKENS, job=JOB),
-        penalties=None,
-        seed=jnp.arange(batch, dtype=jnp.uint32),
-        limit=jnp.full((batch,), limit, jnp.int32),
-        ignore_eos=jnp.ones((batch,), bool),
-    )
-
-
-def start(served, prompts, params):
-    requests = requests_for(prompts, params)
-    return requests, prefill.start(served.engine, served.weights, requests, prompts, 128, 128)
 
 
 def committed_of(state):
