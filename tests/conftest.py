@@ -1,5 +1,6 @@
 """The test process: CPU only, 16 host devices, no implicit broadcasting, a clean Gin per test."""
 
+import fcntl
 import os
 
 # Before the first `import jax`: both are read once. 16 devices stand for the 16-chip mesh.
@@ -31,8 +32,10 @@ def smollm2(request):
     from tools.fetch_smollm2 import fetch
 
     folder = request.config.cache.mkdir("smollm2") / "fp32"
-    if not folder.exists():
-        fetch(folder, "float32")
+    with (folder.parent / "lock").open("w") as lock:  # several workers may ask at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            fetch(folder, "float32")
     return folder
 
 

@@ -6,4 +6,5 @@ source tools/make_venv.sh
 ruff check .
 ruff format --check .
 pyright
-pytest "$@"
+# Two workers, whole files each, so that fixtures of a module are built once.
+pytest --numprocesses=2 --dist=loadfile "$@"
