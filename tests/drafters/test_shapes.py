@@ -3,10 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from drafters import kv_cache
 from drafters.shapes import Collectives, Rope, TransformerShape
-from drafters.transformer import abstract_params
+from drafters.transformer import abstract_params, with_params
 
 TINY = TransformerShape(
     vocab_size=96, num_layers=2, width=32, num_heads=8, num_kv_heads=2, head_dim=8, mlp_width=48
@@ -116,3 +118,26 @@ def test_shapes_that_cannot_be_are_refused_by_name(change, named):
 def test_rope_scalings_need_the_context_they_stretch():
     with pytest.raises(ValueError, match="original_context"):
         Rope(kind="llama3", factor=8.0)
+
+
+def test_cache_bytes_are_those_of_a_cache():
+    cache = kv_cache.empty(TINY, batch=1, capacity=10, dtype=jnp.bfloat16)
+    held = sum(leaf.nbytes for leaf in (*cache.k, *cache.v))
+    assert held == 10 * TINY.cache_bytes_per_token("bfloat16")
+
+
+def test_flops_are_those_of_the_compiled_step():
+    """XLA counts the softmax, norms and rotations too: a few percent at a width of 128."""
+    shape = dataclasses.replace(TINY, width=128, num_heads=8, head_dim=16, mlp_width=384)
+    capacity = 64
+
+    def step(params, tokens, cache):
+        model = with_params(shape, params)
+        x, cache = model.step(tokens, cache)
+        return model.logits(x), cache
+
+    cache = jax.eval_shape(lambda: kv_cache.empty(shape, 1, capacity, jnp.float32))
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    compiled = jax.jit(step).lower(abstract_params(shape), tokens, cache).compile()
+    counted = compiled.cost_analysis()["flops"]
+    assert shape.flops_per_token(capacity) * 4 == pytest.approx(counted, rel=0.1)
