@@ -112,7 +112,7 @@ def p_value(found, weights=RANDOM):
     return stats.chisquare(counts, expected).pvalue
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", [pytest.param("token", marks=pytest.mark.slow), "block"])
 def test_three_tokens_have_the_targets_law(rule):
     found, rejected = sequences(rule)
     assert rejected > 0.2  # else the residual is never drawn from

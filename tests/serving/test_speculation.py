@@ -355,6 +355,7 @@ def test_penalties_act_on_target_and_drafts_alike(plain):
     assert not any(banned & set(answers[row].tokens) for row in (0, 1, 3))
 
 
+@pytest.mark.slow
 def test_penalties_reach_a_trimmed_vocabulary():
     params = [PENALISED, dataclasses.replace(PENALISED, repetition_penalty=1.1), GREEDY, PENALISED]
     answers = decode(pair("trimmed", 4, "block"), ask_all(PROMPTS, params), job=params)

@@ -41,6 +41,7 @@ def _no_residual(keys, drafts, num_drafted, p, q):
     return verdict._replace(next_token=sampling.draw(keys, behind))
 
 
+@pytest.mark.slow
 def test_a_residual_not_taken_fails_first_token_and_correction(monkeypatch):
     monkeypatch.setitem(RULES, "no residual", _no_residual)
     served, prefix = pair("one-hot", 1, "no residual"), PROMPTS[1].tokens
@@ -61,6 +62,7 @@ def test_positions_of_an_exact_pair_have_the_targets_law():
     assert failed(list(laws(served, "x", other, found)))
 
 
+@pytest.mark.slow
 def test_a_divergence_is_a_tie_or_a_defect(monkeypatch):
     served = pair("one-hot", 1, "block")
     prompts = [PROMPTS[row % 3] for row in range(lossless.rows_for(served))]
