@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import subprocess
 import types
@@ -53,6 +54,8 @@ class Lineage:
     revision: str | None = None  # git commit of this program, "-dirty" if changed; None: no clone
     tokenizer_hash: str | None = None
     weights_hash: dict[str, str] = dataclasses.field(default_factory=dict)  # model name -> sha256
+    inputs: dict[str, str] = dataclasses.field(default_factory=dict)  # artifact read -> sha256
+    machine: str = ""  # where times were measured; "" for results that depend on none
 
     @classmethod
     def here(
@@ -62,6 +65,8 @@ class Lineage:
         seed: int,
         tokenizer_hash: str | None = None,
         weights_hash: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str] | None = None,
+        machine: str = "",
     ) -> Lineage:
         """The lineage of what this process makes: versions and revision are looked up."""
         return cls(
@@ -71,7 +76,18 @@ class Lineage:
             revision=source_revision(),
             tokenizer_hash=tokenizer_hash,
             weights_hash=dict(weights_hash or {}),
+            inputs=dict(inputs or {}),
+            machine=machine,
         )
+
+    def same_work(self, other: Lineage) -> bool:
+        """Whether both were asked for the same thing, of the same things, on the same machine.
+
+        Versions and revision do not count: they are recorded, and a person who wants the work done
+        again with newer ones deletes the artifact.
+        """
+        ignored = {"versions": {}, "revision": None}
+        return dataclasses.replace(self, **ignored) == dataclasses.replace(other, **ignored)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +140,20 @@ def read(path: epath.PathLike, cls: type[AnyArtifact]) -> AnyArtifact:
         return from_json(content, cls)
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: {error}; {remedy}") from error
+
+
+def current(path: epath.PathLike, cls: type[AnyArtifact], wanted: Lineage) -> AnyArtifact | None:
+    """The artifact at `path` if it is of `wanted`, so that it need not be made again; else None.
+
+    One that cannot be read is made again too.
+    """
+    if not epath.Path(path).exists():
+        return None
+    try:
+        found = read(path, cls)
+    except UserError:
+        return None
+    return found if found.lineage.same_work(wanted) else None
 
 
 def require_match(
@@ -258,6 +288,20 @@ def _files_below(folder: epath.Path, prefix: str) -> typing.Iterator[str]:
             yield from _files_below(entry, f"{name}/")
         else:
             yield name
+
+
+def this_machine() -> str:
+    """Names the host whose speed a measurement depends on: its processor and number of cores."""
+    return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def package_versions() -> dict[str, str]:

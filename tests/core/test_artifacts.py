@@ -192,3 +192,25 @@ def test_the_lineage_of_this_process():
     lineage = Lineage.here(config="", seed=1)
     assert {"python", "jax", "numpy"} <= lineage.versions.keys()
     assert artifacts.from_json(artifacts.to_json(lineage), Lineage) == lineage
+
+
+def test_the_same_work_is_not_done_again(path):
+    assert artifacts.current(path, Profile, LINEAGE) == PROFILE
+    newer = replace(LINEAGE, versions={"jax": "9"}, revision="abc")
+    assert artifacts.current(path, Profile, newer) == PROFILE
+    for change in (
+        {"config": "profile.samples = 4\n"},
+        {"seed": 8},
+        {"weights_hash": {"target": "w1", "draft": "w3"}},
+        {"inputs": {"acceptance.json": "i1"}},
+        {"machine": "another"},
+    ):
+        assert artifacts.current(path, Profile, replace(LINEAGE, **change)) is None
+    path.write_text("{")
+    assert artifacts.current(path, Profile, LINEAGE) is None
+    assert artifacts.current(path.parent / "none.json", Profile, LINEAGE) is None
+
+
+def test_this_machine_names_processor_and_cores():
+    assert artifacts.this_machine() == artifacts.this_machine()
+    assert "cores" in artifacts.this_machine()
