@@ -174,7 +174,7 @@ class Round:
     score_ms: float
     broadcast_us: float
     round_ms: Quantiles
-    source: Literal["measured", "predicted"] = "measured"
+    source: Literal["measured", "predicted", "published"] = "measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

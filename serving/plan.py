@@ -12,17 +12,28 @@ from pipeline.core.run_dir import RunDir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Of decoding: milliseconds per token, and quantiles of a request's time."""
+    """Of decoding: milliseconds per token, and quantiles of a request's time.
+
+    Attributes:
+      p99_gap_ms: 99th percentile of the time between one token and the next; None if it was not looked at.
+    """
 
     ms_per_token: float
     p50_ms: float
     p90_ms: float
     p99_ms: float
+    p99_gap_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One choice that was considered."""
+    """One choice that was considered.
+
+    Attributes:
+      placement: "sharded", "copies" or "leader", with `chips_per_copy` as in `Plan`.
+      error: of the predicted ms per token, relative to the measured ones.
+      bytes_per_chip: of weights and caches of target and drafter; 0 if the shapes are not known.
+    """
 
     drafter: str
     k: int
@@ -30,6 +41,9 @@ class Candidate:
     placement: str
     predicted: Times
     measured: Times | None = None
+    chips_per_copy: int = 0
+    error: float | None = None
+    bytes_per_chip: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
