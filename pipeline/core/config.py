@@ -157,9 +157,10 @@ def check_fragment(
     _bind(check)
 
 
-def configured_stages(path: str) -> set[str]:
-    """The names of the stages that a file and its includes configure."""
-    return {binding.name for binding in _read_all([path], [])} & STAGES.keys()
+def configured_stages(*files: str) -> set[str]:
+    """The names of the stages that files and their includes configure: where results go is not enough."""
+    bindings = (b for b in _read_all(files, []) if b.argument != "run_dir")
+    return {binding.name for binding in bindings} & STAGES.keys()
 
 
 # Reading
