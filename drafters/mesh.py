@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import math
 import os
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -94,7 +95,18 @@ class Topology:
                 f"Topology {self.name} is made of {self.device_kind!r}, this machine has {found!r}: "
                 "choose the topology of this machine"
             )
-        return _mesh(devices[: self.num_chips], self)
+        return self.mesh_of(devices[: self.num_chips])
+
+    def mesh_of(self, devices: Sequence[jax.Device]) -> Mesh:
+        """The mesh of these `num_chips` devices, which may be attached or known to a compiler only."""
+        kinds = (AxisType.Auto,) * len(self.axes)
+        if self.platform == "cpu":  # host devices have no coordinates to arrange
+            arranged = np.array(devices).reshape(self.sizes)
+        else:
+            arranged = by_coordinates(devices, self.sizes)
+        if arranged is not None:
+            return Mesh(arranged, self.axes, axis_types=kinds)
+        return jax.make_mesh(self.sizes, self.axes, axis_types=kinds, devices=devices)
 
     def placement(self, chips_per_copy: int = 0) -> Placement:
         """A model's place with one copy per `chips_per_copy` chips (0: all of them).
@@ -126,8 +138,18 @@ class Topology:
         return sorted({math.prod(subset) for subset in subsets})
 
 
-def _mesh(devices: list, topology: Topology) -> Mesh:
-    kinds = (AxisType.Auto,) * len(topology.axes)
-    if topology.platform == "cpu":  # host devices have no coordinates to arrange
-        return Mesh(np.array(devices).reshape(topology.sizes), topology.axes, axis_types=kinds)
-    return jax.make_mesh(topology.sizes, topology.axes, axis_types=kinds, devices=devices)
+def by_coordinates(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray | None:
+    """The devices in an array of `sizes` whose axes are the machine's own; None if its shape is another.
+
+    `jax.make_mesh` gives the largest logical axis as many machine axes as it can, so of a 2x2x4 torus it
+    makes the 4 from 2x2 and has nothing left for the 2s.
+    """
+    if not all(hasattr(device, "coords") for device in devices):
+        return None
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    places -= places.min(axis=0)
+    extents = tuple(int(extent) for extent in places.max(axis=0) + 1 if extent > 1)
+    if extents != tuple(size for size in sizes if size > 1):
+        return None
+    order = np.lexsort(places.T[::-1])
+    return np.array(devices, dtype=object)[order].reshape(sizes)

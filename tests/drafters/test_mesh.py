@@ -12,7 +12,7 @@ import pytest
 
 from drafters import kv_cache
 from drafters.checkpoints import restore_params, save_params
-from drafters.mesh import Topology
+from drafters.mesh import Topology, by_coordinates
 from drafters.shapes import TransformerShape
 from drafters.transformer import abstract_params, with_params
 from pipeline.core.errors import UserError
@@ -135,3 +135,24 @@ def test_devices_of_another_kind_are_refused():
 def test_peaks_need_a_source():
     with pytest.raises(ValueError, match="source"):
         dataclasses.replace(MESH, hbm_bytes_per_s=1e12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+
+
+def test_mesh_axes_follow_the_machines():
+    places = [(x, y, z) for z in range(4) for y in range(2) for x in range(2)]
+    arranged = by_coordinates([Chip((x + 2, y, z)) for x, y, z in places], (2, 2, 4))
+    assert arranged is not None
+    assert all(arranged[x, y, z].coords == (x + 2, y, z) for x, y, z in places)
+    assert by_coordinates([Chip(place) for place in places], (4, 4)) is None
+
+
+def test_two_cores_of_a_chip_are_an_axis():
+    chips = [Chip((x, y, 0), core) for core in (1, 0) for x in range(2) for y in range(2)]
+    arranged = by_coordinates(chips, (2, 2, 1, 2))
+    assert arranged is not None
+    assert arranged[1, 0, 0, 1] == Chip((1, 0, 0), 1)
