@@ -77,6 +77,8 @@ def coerce(value: Any, annotation: Any, classes: Mapping[str, Any]) -> Any:
         if any(value == arg and type(value) is type(arg) for arg in args):
             return value
         raise Mismatch(f"expected {describe(annotation)}")
+    if annotation is Any:
+        return value
     if isinstance(value, Reference):
         return _coerce_reference(value, annotation, classes)
     return _coerce_plain(value, annotation, origin or annotation, classes)

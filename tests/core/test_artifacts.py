@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ class Step:
     phase: Literal["decode", "score"] = "decode"
     measured: Quantiles | None = None
     mesh: tuple[int, int] = (1, 16)
+    shape: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.mesh[1] < 1:
@@ -51,7 +52,8 @@ LINEAGE = Lineage(
     tokenizer_hash="t1",
     weights_hash={"target": "w1", "draft": "w2"},
 )
-STEP = Step(model="target", latency_ms=Quantiles(p50=1.5, p90=2.0))
+SHAPE = {"layers": 2, "tied": True, "kinds": ["local"], "rope": {"theta": 1e4}, "window": None}
+STEP = Step(model="target", latency_ms=Quantiles(p50=1.5, p90=2.0), shape=SHAPE)
 PROFILE = Profile(
     lineage=LINEAGE,
     steps=(STEP, replace(STEP, phase="score", measured=Quantiles(p50=1.0, p90=4.0))),
