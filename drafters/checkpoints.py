@@ -11,6 +11,7 @@ import ctypes
 import functools
 import gc
 import logging
+import math
 import os
 import re
 import sys
@@ -98,18 +99,34 @@ def restore_params(path: epath.PathLike, abstract: Params) -> Params:
     if not path.is_dir():
         raise UserError(f"No weights in {path}: import or train the model first")
     placed = _placed(abstract)
-    with _refusals(path, "Reading"), _reader(placed) as checkpointer:
-        params = checkpointer.restore(path.absolute(), placed)
-    _give_back_memory()
-    return params
+    with _refusals(path, "Reading"), _frugal(), _reader(placed) as checkpointer:
+        return checkpointer.restore(path.absolute(), args=ocp.args.StandardRestore(placed))
 
 
-def _give_back_memory() -> None:
-    """Returns what reading used to the system: glibc keeps it, 40% of the weights, until it is asked."""
-    if sys.platform == "linux":
+# glibc's mallopt parameters, and what they grow to by themselves in a process that moves large arrays.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_LARGE = 32 << 20
+
+
+@contextlib.contextmanager
+def _frugal() -> Iterator[None]:
+    """Gives buffers back to the system as soon as they are read: glibc would keep 40% of the weights."""
+    try:
+        libc = ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
+        trim, option = (libc.malloc_trim, libc.mallopt) if libc else (None, None)
+    except (OSError, AttributeError):  # another C library
+        trim = option = None
+    if trim is None or option is None:
+        yield
+        return
+    option(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        option(_MMAP_THRESHOLD, _LARGE)
+        option(_TRIM_THRESHOLD, 2 * _LARGE)
         gc.collect()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        trim(0)
 
 
 def _writer(tree: Params) -> ocp.Checkpointer:
@@ -119,8 +136,16 @@ def _writer(tree: Params) -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=processes)
 
 
-def _reader(tree: Params) -> ocp.StandardCheckpointer:
-    return ocp.StandardCheckpointer(multiprocessing_options=_processes(tree))
+def _reader(tree: Params) -> ocp.Checkpointer:
+    """Reads no more at a time than the largest array, or 64 MB: what is read ahead is held twice."""
+    largest = max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    at_once = max(largest, 1 << 26) / 1e9 + 1e-3
+    processes = _processes(tree)
+    handler = ocp.StandardCheckpointHandler(
+        restore_concurrent_gb=at_once,  # pyright: ignore[reportArgumentType] fractions are fine
+        multiprocessing_options=processes,
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=processes)
 
 
 def _processes(tree: Params) -> ocp.options.MultiprocessingOptions:

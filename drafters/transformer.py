@@ -54,11 +54,11 @@ def _gelu_tanh(x: jax.Array) -> jax.Array:
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}
 
 
-class _Builder:
-    """Makes parameters of one dtype; absent ones are None."""
+class _Drawn:
+    """Makes random parameters of one dtype; absent ones are None."""
 
-    def __init__(self, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.dtype, self.rngs = dtype, rngs
+    def __init__(self, dtype: Any, rngs: nnx.Rngs):
+        self.dtype, self.rngs = jnp.dtype(dtype), rngs
 
     def normal(self, *size: int, fan_in: int, gain: float = 1.0) -> nnx.Param:
         drawn = jax.random.normal(self.rngs.params(), size, jnp.float32) * (gain * fan_in**-0.5)
@@ -66,6 +66,36 @@ class _Builder:
 
     def full(self, *size: int, value: float, wanted: bool = True) -> Any:
         return nnx.Param(jnp.full(size, value, self.dtype)) if wanted else nnx.data(None)
+
+    def stacked(self, shape: TransformerShape) -> Block:
+        """All L blocks as one with a leading axis."""
+        keys = jax.random.split(self.rngs.params(), shape.num_layers)
+        return nnx.vmap(lambda key: Block(shape, _Drawn(self.dtype, nnx.Rngs(key))))(keys)
+
+
+class _Described:
+    """Makes ShapeDtypeStructs in the places of the parameters; drawing under `eval_shape` takes seconds.
+
+    Args:
+      dtype: theirs.
+      lead: axes before each parameter's own.
+    """
+
+    def __init__(self, dtype: Any, lead: tuple[int, ...] = ()):
+        self.dtype, self.lead = jnp.dtype(dtype), lead
+
+    def normal(self, *size: int, fan_in: int, gain: float = 1.0) -> nnx.Param:
+        return nnx.Param(jax.ShapeDtypeStruct((*self.lead, *size), self.dtype))
+
+    def full(self, *size: int, value: float, wanted: bool = True) -> Any:
+        return self.normal(*size, fan_in=1) if wanted else nnx.data(None)
+
+    def stacked(self, shape: TransformerShape) -> Block:
+        """As `_Drawn.stacked`."""
+        return Block(shape, _Described(self.dtype, (shape.num_layers,)))
+
+
+_Builder = _Drawn | _Described
 
 
 class Attention(nnx.Module):
@@ -184,9 +214,17 @@ def _run_unrolled(
     kept = []
     for i, (block, kind, slot) in enumerate(zip(layers, kinds, memory, strict=True)):
         with jax.named_scope(f"layer_{i}"):
-            x, slot = block(x, views[kind], slot, attend)
+            x, slot = _run_block(*nnx.split(block), x, views[kind], slot, attend)
         kept.append(slot)
     return x, tuple(kept)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "attend"))
+def _run_block(
+    graphdef: Any, params: Any, x: jax.Array, view: View, memory: Memory, attend: Attend
+) -> tuple[jax.Array, Memory]:
+    """One block. Layers of equal shapes are traced once: XLA inlines the call, Python need not repeat it."""
+    return nnx.merge(graphdef, params)(x, view, memory, attend)
 
 
 def _run_scanned(
@@ -234,31 +272,26 @@ class Transformer(nnx.Module):
 
     Args:
       shape: its shape.
-      dtype: of the parameters.
+      make: makes the initial parameters.
       scan: blocks are one block with a leading layer axis, run by a scan (training); otherwise a list of
         blocks, unrolled (decoding: a scan slices weights and caches, 1.4 times slower on CPU).
       keep: what a scanned layer keeps for the backward pass. "everything"; "products" with weights, so that
         attention and whatever is cheap is computed again; "inputs" of the layer alone, a third more flops.
-      rngs: draws the initial parameters.
     """
 
     def __init__(
         self,
         shape: TransformerShape,
         *,
-        dtype: jnp.dtype = jnp.float32,
+        make: _Builder,
         scan: bool = False,
         keep: Keep = "inputs",
-        rngs: nnx.Rngs,
     ):
-        make = _Builder(dtype, rngs)
         self.shape = shape
         width = shape.width
         self.embedding = make.normal(shape.vocab_size, width, fan_in=width)
         if scan:
-            keys = jax.random.split(rngs.params(), shape.num_layers)
-            build = lambda key: Block(shape, _Builder(dtype, nnx.Rngs(key)))  # noqa: E731
-            self.layers = nnx.vmap(build)(keys)
+            self.layers = make.stacked(shape)
         else:
             self.layers = nnx.List([Block(shape, make) for _ in range(shape.num_layers)])
         self.norm = make.full(width, value=1 - shape.norm_offset)
@@ -371,19 +404,16 @@ def _as_index(key: str) -> int | str:
 
 
 @functools.lru_cache(maxsize=64)
-def graph(
-    shape: TransformerShape, dtype: Any = jnp.float32, scan: bool = False, keep: Keep = "inputs"
-) -> Any:
+def _described(shape: TransformerShape, dtype: Any, scan: bool, keep: Keep) -> Any:
     """The static half of a model of this shape (a hashable GraphDef) and its abstract state."""
-    build = functools.partial(Transformer, shape, dtype=jnp.dtype(dtype), scan=scan, keep=keep)
-    return nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    return nnx.split(Transformer(shape, make=_Described(dtype), scan=scan, keep=keep))
 
 
 def abstract_params(
     shape: TransformerShape, dtype: Any = jnp.float32, scan: bool = False
 ) -> Params:
     """ShapeDtypeStructs in the places of the parameters, nothing allocated."""
-    _, state = graph(shape, dtype, scan)
+    _, state = _described(shape, jnp.dtype(dtype), scan, "inputs")
     return _with_keys(nnx.to_pure_dict(state), str)
 
 
@@ -391,7 +421,7 @@ def with_params(
     shape: TransformerShape, params: Params, scan: bool = False, keep: Keep = "inputs"
 ) -> Transformer:
     """A model of this shape on these parameters; their dtypes are kept."""
-    graphdef, state = graph(shape, jnp.float32, scan, keep)
+    graphdef, state = _described(shape, jnp.dtype(jnp.float32), scan, keep)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, _with_keys(params, _as_index))
     return nnx.merge(graphdef, state)
@@ -405,7 +435,7 @@ def init_params(
     @jax.jit
     def draw(seed):
         rngs = nnx.Rngs(jax.random.key(seed))
-        return params_of(Transformer(shape, dtype=jnp.dtype(dtype), scan=scan, rngs=rngs))
+        return params_of(Transformer(shape, make=_Drawn(dtype, rngs), scan=scan))
 
     return draw(seed)
 
