@@ -61,6 +61,11 @@ class Topology:
         """Chips in the mesh."""
         return math.prod(self.sizes)
 
+    @property
+    def serving_dtype(self) -> str:
+        """fp32 on CPUs, whose bf16 arithmetic is emulated; bf16 on accelerators."""
+        return "float32" if self.platform == "cpu" else "bfloat16"
+
     def prepare(self, processes: int = 1) -> None:
         """Asks JAX for enough host devices; must run before JAX first touches a device.
 

@@ -72,7 +72,7 @@ def load(run_dir: str, topology: Topology, target: str, choice: Choice) -> Pair:
     card = model_card.read_card(folder)
     tokenizer = model_card.read_tokenizer(folder, card)
     everywhere = topology.placement() if topology.num_chips > 1 else None
-    dtype = _serving_dtype(topology)
+    dtype = topology.serving_dtype
     shape, params, notes = _load_model(folder, card, everywhere, dtype)
     leader = (choice.leader or not choice.k) and everywhere is not None
     drafter, drafter_params, drafter_placement, more = _load_drafter(
@@ -106,11 +106,6 @@ def _require_shorter(k: int, context: int, drafter_context: int) -> None:
             f"k = {k} drafts do not fit: the target's context is {context} tokens, the drafter's "
             f"{drafter_context}; choose a smaller k"
         )
-
-
-def _serving_dtype(topology: Topology) -> str:
-    """fp32 on CPUs, whose bf16 arithmetic is emulated; bf16 on accelerators."""
-    return "float32" if topology.platform == "cpu" else "bfloat16"
 
 
 def _load_model(

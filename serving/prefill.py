@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
 from drafters import kv_cache
 from drafters.autoregressive import Autoregressive
@@ -78,9 +79,7 @@ def _nothing(engine: Engine, batch: int, capacity: int) -> Prefix:
 
 
 def _with_sharded_caches(engine: Engine, drafter: Any) -> Any:
-    assert isinstance(engine.drafter, Autoregressive)
-    assert engine.drafter_placement is not None
-    shardings = engine.drafter_placement.cache_shardings(engine.drafter.shape)
+    shardings = _cache_places(engine)
 
     def place(part: Any) -> Any:
         if not isinstance(part, KVCache):
@@ -88,6 +87,12 @@ def _with_sharded_caches(engine: Engine, drafter: Any) -> Any:
         return jax.lax.with_sharding_constraint(part, shardings)
 
     return jax.tree.map(place, drafter, is_leaf=lambda part: isinstance(part, KVCache))
+
+
+def _cache_places(engine: Engine) -> Any:
+    assert isinstance(engine.drafter, Autoregressive)
+    assert engine.drafter_placement is not None
+    return engine.drafter_placement.cache_shardings(engine.drafter.shape)
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="prefix")
@@ -203,6 +208,37 @@ def start(
         first += size
     behind, prefix = prefix.scores, dataclasses.replace(prefix, scores=None)
     return _begin(engine, requests, prefix, behind, tokens[:, :room], lengths)
+
+
+def unread(engine: Engine, requests: Requests, batch: int, capacity: int) -> State:
+    """The state of rows without tokens, to be traced for its shapes."""
+    prefix = _nothing(engine, batch, capacity)
+    behind, prefix = prefix.scores, dataclasses.replace(prefix, scores=None)
+    prompts = jnp.zeros((batch, capacity), jnp.int32)
+    return _begin(engine, requests, prefix, behind, prompts, prompts[:, 0])
+
+
+def places(engine: Engine, state: State) -> State:
+    """A sharding in the place of every array of `state`, as `start` lays them."""
+    if engine.placement is None:
+        here = SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda _: here, state)
+    everyone = engine.placement.sharding()
+    each = engine.placement.sharding(engine.placement.mesh.axis_names)
+    private = jax.tree.map(lambda _: each if engine.leader else everyone, state.private)
+    if engine.drafter_placement is not None and not engine.leader:
+        caches = _cache_places(engine)
+        drafter = jax.tree.map(
+            lambda part: caches if isinstance(part, KVCache) else part,
+            private.drafter,
+            is_leaf=lambda part: isinstance(part, KVCache),
+        )
+        private = dataclasses.replace(private, drafter=drafter)
+    return State(
+        scored=jax.tree.map(lambda _: everyone, state.scored),
+        target=engine.placement.cache_shardings(engine.shape),
+        private=private,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "capacity"))
