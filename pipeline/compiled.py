@@ -1,0 +1,240 @@
+"""Steps compiled for TPUs that are not attached: exact memory and collectives, the compiler's estimate.
+
+The TPU compiler (libtpu) locks a file, reads TPU_* variables and never lets go of either, so it runs in a
+child process (`pipeline.tpu_compiler`), one at a time; the caller's own devices are not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from drafters import kv_cache
+from drafters.mesh import Topology
+from drafters.shapes import DTYPE_BYTES, TransformerShape
+from pipeline import compile_targets
+from pipeline.core import artifacts
+from pipeline.core.errors import EXIT_USER_ERROR, UserError
+from pipeline.profile_artifact import CompiledProgram
+
+# Programs compiled at once. The compiler is single-threaded for half of its time.
+THREADS = 2
+# A step of fewer tokens is reported if its estimate exceeds that of more by this factor.
+_SLOWER = 1.25
+_COMMAND = (sys.executable, "-m", "pipeline.tpu_compiler")
+_STDERR_LINES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A step to compile: T = `tokens` new tokens in each of B = `batch` rows behind `context` others.
+
+    Attributes:
+      chips_per_copy: chips that one copy of the model is sharded over; 0 for all.
+    """
+
+    model: str
+    shape: TransformerShape
+    tokens: int
+    batch: int = 1
+    context: int = 1024
+    chips_per_copy: int = 0
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if min(self.tokens, self.batch) < 1 or self.dtype not in DTYPE_BYTES:
+            raise UserError(
+                f"{self.model} cannot be compiled for tokens = {self.tokens}, batch = {self.batch}, dtype "
+                f"= {self.dtype!r}: numbers must be positive and the dtype one of {sorted(DTYPE_BYTES)}"
+            )
+        if not 0 <= self.context <= self.shape.context - self.tokens:
+            raise UserError(
+                f"{self.model} has a context of {self.shape.context}: {self.tokens} new tokens behind "
+                f"{self.context} others do not fit, choose a smaller context"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """S, positions that the cache has room for."""
+        needed = self.context + max(self.tokens, kv_cache.SMALLEST_WRITE)
+        return kv_cache.capacity_for(needed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the child is asked for."""
+
+    topology: Topology
+    programs: tuple[Wanted, ...]
+    threads: int = THREADS
+
+
+def compile_steps(
+    topology: Topology,
+    wanted: Sequence[Wanted],
+    *,
+    known: Iterable[CompiledProgram] = (),
+    on_program: Callable[[CompiledProgram], Any] = lambda program: None,
+    threads: int = THREADS,
+) -> tuple[CompiledProgram, ...]:
+    """Compiles steps for `topology.compile_target`, results in the order of `wanted`.
+
+    Args:
+      topology: what to compile for; not attached.
+      wanted: the steps.
+      known: programs compiled earlier, of the same shapes; they are not compiled again.
+      on_program: called with each program when it is ready.
+      threads: programs compiled at once, about 2.5 GB of memory each at 70 billion parameters.
+
+    Raises:
+      UserError: the compiler is not installed, does not know the target or failed. Programs that were
+        ready by then have been handed to `on_program`.
+    """
+    compile_targets.generation_of(topology)
+    done = {_key(program): program for program in known}
+    keys = [_wanted_key(topology, one) for one in wanted]
+    missing = tuple(one for one, key in zip(wanted, keys, strict=True) if key not in done)
+    if missing:
+        _require_compiler(topology)
+        request = Request(topology=topology, programs=missing, threads=threads)
+        for program in _ask_child(request):
+            done[_key(program)] = program
+            on_program(program)
+    return tuple(done[key] for key in keys)
+
+
+def expected_collectives(shape: TransformerShape, chips: int) -> dict[str, int]:
+    """Kind -> operations of one step by the shape's formula, none left out that is not zero."""
+    formula = shape.collectives(chips)
+    kinds = {"all-reduce": formula.layers + formula.embedding, "all-gather": formula.logits}
+    return {kind: count for kind, count in kinds.items() if count}
+
+
+def findings(programs: Sequence[CompiledProgram]) -> tuple[str, ...]:
+    """What a person should know about these programs, one sentence each."""
+    return (
+        *_estimates_leave_out(programs),
+        *_unfit(programs),
+        *_other_collectives(programs),
+        *_slower_with_fewer_tokens(programs),
+    )
+
+
+# ---------------------------------------------------------------------------- findings
+
+
+def _estimates_leave_out(programs: Sequence[CompiledProgram]) -> Iterator[str]:
+    if any(program.estimated_cycles is not None for program in programs):
+        yield (
+            "estimated cycles are the compiler's, of one chip's arithmetic and memory traffic; it "
+            "estimates no collective, and nothing was run"
+        )
+
+
+def _unfit(programs: Sequence[CompiledProgram]) -> Iterator[str]:
+    for program in programs:
+        if not program.fits:
+            needed = program.argument_bytes + program.temporary_bytes + program.output_bytes
+            yield (
+                f"{program.model} does not fit {program.topology} sharded over {program.chips} chips: "
+                f"{needed / 1e9:.1f} GB per chip at T = {program.tokens}"
+            )
+
+
+def _other_collectives(programs: Sequence[CompiledProgram]) -> Iterator[str]:
+    for program in programs:
+        if program.fits and program.collectives != program.expected_collectives:
+            yield (
+                f"{program.model} at T = {program.tokens} has collectives {program.collectives}, by the "
+                f"formula {program.expected_collectives}: the compiler may replace one kind by another"
+            )
+
+
+def _slower_with_fewer_tokens(programs: Sequence[CompiledProgram]) -> Iterator[str]:
+    groups: dict[Any, list[CompiledProgram]] = {}
+    for program in programs:
+        if program.estimated_cycles:
+            key = (program.model, program.topology, program.chips, program.batch, program.context)
+            groups.setdefault(key, []).append(program)
+    for group in groups.values():
+        fastest = min(group, key=lambda program: program.estimated_cycles or math.inf)
+        for program in group:
+            assert program.estimated_cycles
+            assert fastest.estimated_cycles
+            ratio = program.estimated_cycles / fastest.estimated_cycles
+            if program.tokens < fastest.tokens and ratio > _SLOWER:
+                yield (
+                    f"{program.model} at T = {program.tokens} is estimated {ratio:.1f} times as slow as at "
+                    f"T = {fastest.tokens}: products with so few columns become vector instructions "
+                    f"instead of matrix ones, so score at least {fastest.tokens} tokens there"
+                )
+
+
+# ---------------------------------------------------------------------------- parent
+
+
+def _key(program: CompiledProgram) -> tuple[Any, ...]:
+    where = (program.topology, program.chips)
+    return (program.model, *where, program.batch, program.tokens, program.context, program.dtype)
+
+
+def _wanted_key(topology: Topology, wanted: Wanted) -> tuple[Any, ...]:
+    where = (topology.name, wanted.chips_per_copy or topology.num_chips)
+    return (wanted.model, *where, wanted.batch, wanted.tokens, wanted.context, wanted.dtype)
+
+
+def _require_compiler(topology: Topology) -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"compiling for {topology.compile_target} needs the TPU compiler, the package libtpu, which "
+            "is not installed: pip install -e .[tpu] (Linux; no TPU is needed)"
+        )
+
+
+def _child_environment() -> dict[str, str]:
+    """This process's, without what would steer the compiler or start other devices."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    ours.pop("XLA_FLAGS", None)  # flags of the caller's own devices
+    # There is no TPU machine whose metadata server could be asked.
+    return {**ours, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+
+
+def _ask_child(request: Request) -> Iterator[CompiledProgram]:
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            _COMMAND, stdin=pipe, stdout=pipe, stderr=log, text=True, env=_child_environment()
+        ) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError), child.stdin:  # its exit code says why
+                json.dump(artifacts.to_json(request), child.stdin)
+            for line in child.stdout:
+                yield artifacts.from_json(json.loads(line), CompiledProgram)
+            code = child.wait()
+        finally:
+            child.kill()
+        if code:
+            raise _child_error(request.topology, code, log)
+
+
+def _child_error(topology: Topology, code: int, log: IO[str]) -> UserError:
+    log.seek(0)
+    lines = log.read().strip().splitlines()
+    if code == EXIT_USER_ERROR and lines:
+        return UserError(lines[-1].removeprefix("error: "))
+    reason = f"exit code {code}" if code > 0 else f"killed by signal {-code}, out of memory perhaps"
+    said = "\n".join(lines[-_STDERR_LINES:])
+    return UserError(f"compiling for {topology.compile_target} failed ({reason}):\n{said}")
