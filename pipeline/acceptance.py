@@ -19,7 +19,7 @@ from scipy import optimize, special
 Curve = Sequence[float] | np.ndarray
 
 # Equally likely kinds that stand for a continuous spread: the 99th percentile is then within a round.
-KINDS = 200
+KINDS = 100
 # A rest of probability that no figure printed anywhere can show.
 _NEGLIGIBLE = 1e-12
 # The widest spread used, relative to that of requests that are either all or not at all accepted.
@@ -245,4 +245,4 @@ def _zero(increasing: Callable[[float], float], low: float, high: float) -> floa
         return low
     if increasing(high) <= 0:
         return high
-    return float(optimize.brentq(increasing, low, high, xtol=1e-7))
+    return float(optimize.brentq(increasing, low, high, xtol=1e-7))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,382 @@
+"""Decides what to serve: `python -m pipeline.codesign --gin_file=gin/quickstart.gin`.
+
+Reads RUN_DIR/profile.json and RUN_DIR/acceptance.json, predicts every drafter, placement, K and rule, runs
+the best few for real, and writes RUN_DIR/plan.json, which `python -m serving.sps` serves. With `published`
+the same decision is made from the numbers of a paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from drafters import model_card
+from drafters.mesh import Topology
+from pipeline import candidates, codesign_evidence, confirmation, decision
+from pipeline.candidates import Forecast, Objective, Option, Traffic
+from pipeline.codesign_evidence import Evidence
+from pipeline.confirmation import Bench, Confirm, Confirmation
+from pipeline.core import artifacts, config
+from pipeline.core.errors import run_cli
+from pipeline.core.run_dir import RunDir
+from pipeline.corpora import (
+    ChatCorpus,
+    JsonlCorpus,
+    ParquetCorpus,
+    PythonCode,
+    PythonProse,
+    TextCorpus,
+)
+from pipeline.decision import Decision, Judged
+from pipeline.tasks import CorpusPrompts, HumanEval, XSum
+from pipeline.trials import Trial
+from pipeline.watching import say
+from serving.pair import NGRAM, model_folder
+from serving.plan import Candidate, Plan, TrainingBill, Workload
+from serving.sampling import SamplingParams
+
+
+def codesign(
+    *,
+    run_dir: str,
+    target: str = "target",
+    drafters: tuple[str, ...] = (),
+    topology: Topology = Topology(name="host_1", platform="cpu"),
+    traffic: Traffic = Traffic(),
+    objective: Objective = "mean",
+    confirm: Confirm = Confirm(),
+    published: Literal["", "chen_2023"] = "",
+    seed: int = 0,
+    config: str = "",
+    dry_run: bool = False,
+) -> None:
+    """Chooses drafter, placement, K and rule, or plain decoding, and writes the plan.
+
+    Args:
+      run_dir: of the artifacts and models.
+      target: the model to be served.
+      drafters: to choose among; () for all in acceptance.json.
+      topology: the mesh that candidates are run on.
+      traffic: what is to be served.
+      objective: what is to be small: mean time per token, a percentile of a request's time, or the 99th
+        percentile of the time between tokens.
+      confirm: which candidates are run for real.
+      published: decide from a paper's numbers instead of the run directory's.
+      seed: for lineage; nothing here is drawn at random but bootstrap samples, from a fixed seed.
+      config: the text of this config, for lineage.
+      dry_run: check, print the plan and stop.
+    """
+    run = RunDir.at(run_dir)
+    if dry_run:
+        for line in _outlook(run, target, drafters, traffic, objective, confirm, published):
+            say(line)
+        return
+    if published:
+        evidence = codesign_evidence.published(published, config, seed)
+    else:
+        mesh = topology if confirm.candidates else None
+        evidence = codesign_evidence.read(run, target, drafters, mesh, config, seed)
+    with run.lock("codesign"):
+        if artifacts.current(run.plan, Plan, evidence.lineage):
+            say(f"{run.plan} is up to date")
+            return
+        work = _Work(run, evidence, topology, traffic, objective, confirm)
+        plan = work.plan()
+        artifacts.write(run.plan, plan)
+    for line in (*_table(plan), *_by_task(plan), *evidence.table):
+        say(line)
+    say(f"{run.plan}: {plan.verdict}. {plan.reason}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Decision
+# --------------------------------------------------------------------------------------------------
+
+
+class _Work:
+    """One decision, from evidence to plan."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        evidence: Evidence,
+        topology: Topology,
+        traffic: Traffic,
+        objective: Objective,
+        confirm: Confirm,
+    ):
+        self.run, self.evidence = run, evidence
+        self.objective: Objective = objective
+        self.topology, self.traffic, self.confirm = topology, traffic, confirm
+        self.forecast = Forecast(evidence.acceptance.results, traffic)
+        rounds = evidence.profile.rounds
+        self.timed = candidates.loops(rounds, traffic.batch, traffic.context)
+        self.field = decision.judged(self.forecast, self.timed)
+
+    def plan(self) -> Plan:
+        """Decides."""
+        found = self._confirmed() if self.confirm.candidates else None
+        decided = decision.decide(self.field, self.objective)
+        points = decision.tipping_points(decided, self.forecast)
+        chosen, plain = decided.chosen, decided.plain
+        option, traffic = chosen.option, self.forecast
+        return Plan(
+            lineage=self.evidence.lineage,
+            verdict="speculate" if decided.speculates else "do_not_speculate",
+            target=self.evidence.profile.target,
+            drafter=option.drafter,
+            k=option.k,
+            rule=option.rule,
+            placement="leader" if option.placement == "leader" else "sharded",
+            chips_per_copy=option.chips_per_copy,
+            objective=self.objective,
+            workload=Workload(
+                tasks=traffic.tasks,
+                warp=traffic.warps(),
+                batch=self.traffic.batch,
+                tokens=self.traffic.tokens,
+            ),
+            predicted=chosen.predicted,
+            measured=chosen.measured,
+            baseline_ms_per_token=(plain.measured or plain.predicted).ms_per_token,
+            training_cost=self._bill(decided),
+            candidates=tuple(map(self._row, _all_ranked(decided, self.field))),
+            reason=" ".join((decision.reason(decided, points), *self.evidence.notes)),
+            details=self._details(decided, points, found),
+        )
+
+    def _confirmed(self) -> Confirmation:
+        """Runs the best candidates and takes what was measured into the field."""
+        plain, others = self.field[0], self.field[1:]
+        best = decision.ranked(others, self.objective)[: self.confirm.candidates]
+        arms = [plain, *best]
+        bench = Bench(
+            run=self.run,
+            topology=self.topology,
+            target=self.evidence.profile.target,
+            traffic=self.traffic,
+            settings=self.confirm,
+            tasks=self.forecast.tasks,
+        )
+        found = confirmation.confirm(bench, [one.option for one in arms], self.evidence.lineage)
+        measured = {
+            one.option: decision.with_measurement(
+                one,
+                self.forecast,
+                found.times(arm, self.traffic.tokens),
+                found.round_ms(arm),
+                found.gain(arm) if arm else None,
+            )
+            for arm, one in enumerate(arms)
+        }
+        self.field = [measured.get(one.option, one) for one in self.field]
+        return found
+
+    def _row(self, one: Judged) -> Candidate:
+        error = None
+        if one.measured:
+            error = one.predicted.ms_per_token / one.measured.ms_per_token - 1
+        return Candidate(
+            drafter=one.option.drafter,
+            k=one.option.k,
+            rule=one.option.rule,
+            placement=one.option.placement,
+            predicted=one.predicted,
+            measured=one.measured,
+            chips_per_copy=one.option.chips_per_copy,
+            error=error,
+            bytes_per_chip=self._bytes_per_chip(one.option),
+        )
+
+    def _bytes_per_chip(self, option: Option) -> int:
+        """Of weights and caches of both models; 0 if a shape is not known."""
+        topology = self.evidence.profile.topology
+        chips = {self.evidence.profile.target: topology.num_chips}
+        if option.drafter not in ("", NGRAM):
+            chips[option.drafter] = option.chips_per_copy or topology.num_chips
+        dtype = "float32" if topology.platform == "cpu" else "bfloat16"
+        longest = self.traffic.context + self.traffic.tokens + option.k + 1
+        shapes = self.evidence.shapes
+        if not chips.keys() <= shapes.keys():
+            return 0
+        return sum(
+            candidates.chip_bytes(shapes[name], count, self.traffic.batch * longest, dtype)
+            for name, count in chips.items()
+        )
+
+    def _bill(self, decided: Decision) -> TrainingBill | None:
+        """What the chosen drafter's training cost, and the served tokens that save as much time."""
+        name = decided.chosen.option.drafter
+        folder = model_folder(str(self.run.root), name) if name else None
+        if folder is None or not (folder / model_card.CARD).exists():
+            return None
+        cost = model_card.read_card(folder).training_cost
+        if cost is None:
+            return None
+        times = [one.measured or one.predicted for one in (decided.plain, decided.chosen)]
+        saved_ms = (times[0].ms_per_token - times[1].ms_per_token) / self.traffic.batch
+        if saved_ms <= 0:
+            return None
+        return TrainingBill(
+            tokens=cost.tokens,
+            hours=cost.hours,
+            break_even_tokens=cost.hours * 3.6e6 / saved_ms,
+        )
+
+    def _details(
+        self,
+        decided: Decision,
+        points: Mapping[str, float | None],
+        found: Confirmation | None,
+    ) -> dict[str, Any]:
+        rounds, other = self.evidence.profile.rounds, decided.runner_up
+        details = {
+            "gain": decided.gain._asdict(),
+            "alpha": self.forecast.alpha(decided.best.option) if decided.best else 0.0,
+            "runner_up": str(other.option) if other else "",
+            "regret_of_runner_up": decided.regret(other) if other else 0.0,
+            "regret_by_drafter": decision.regret_by_drafter(decided),
+            "tipping_points": dict(points),
+            "by_batch": decision.best_by_batch(rounds, self.forecast, self.objective),
+            "by_task": decision.best_by_task(self.timed, self.forecast),
+            "notes": list(self.evidence.notes),
+            **self.evidence.details,
+        }
+        if found:
+            details["confirmed"] = _confirmed_details(self.field, found, self.forecast.tasks)
+        return details
+
+
+def _all_ranked(decided: Decision, field: Sequence[Judged]) -> list[Judged]:
+    """The ranking, then those that were not in the running."""
+    ranking = list(decided.ranking)
+    seen = {one.option for one in ranking}
+    rest = (one for one in field if one.option not in seen)
+    return [*ranking, *decision.ranked(rest, decided.objective)]
+
+
+def _confirmed_details(
+    field: Sequence[Judged], found: Confirmation, tasks: Sequence[str]
+) -> dict[str, Any]:
+    """Predicted against measured: time per token and its two factors."""
+    by_name = {str(one.option): one for one in field}
+    rows = []
+    for arm, name in enumerate(found.arms):
+        one, played = by_name[name], found.of(arm)
+        evaluated = sum(p.evaluated for p in played)
+        rows.append(
+            {
+                "option": name,
+                "predicted_round_ms": one.loop.ms,
+                "measured_round_ms": found.round_ms(arm),
+                "measured_alpha": sum(p.accepted for p in played) / max(1, evaluated),
+                "speedup": {task: found.gain(arm, task)._asdict() for task in tasks},
+            }
+        )
+    errors = [
+        abs(one.predicted.ms_per_token / one.measured.ms_per_token - 1)
+        for one in field
+        if one.measured
+    ]
+    return {
+        "arms": rows,
+        "median_error": float(np.median(errors)),
+        "worst_error": float(np.max(errors)),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# For people
+# --------------------------------------------------------------------------------------------------
+
+
+def _table(plan: Plan, rows: int = 8) -> Iterator[str]:
+    """The best candidates."""
+    yield f"{'drafter':12}{'K':>3} {'rule':6}{'placement':14}{'predicted':>11}{'measured':>11}  ms per token"
+    for one in plan.candidates[:rows]:
+        measured = f"{one.measured.ms_per_token:11.3f}" if one.measured else f"{'-':>11}"
+        where = (
+            f"{one.placement} {one.chips_per_copy}" if one.placement == "copies" else one.placement
+        )
+        yield (
+            f"{one.drafter or '(plain)':12}{one.k:3d} {one.rule if one.k else '-':6}"
+            f"{where if one.k else '-':14}{one.predicted.ms_per_token:11.3f}{measured}"
+        )
+
+
+def _by_task(plan: Plan) -> Iterator[str]:
+    """What would be best for each task alone, by prediction."""
+    for task, found in plan.details["by_task"].items():
+        best = (
+            f"{objective}: {one['drafter'] or 'plain'} K = {one['k']}"
+            for objective, one in found.items()
+        )
+        yield f"best for {task} alone: {', '.join(best)}"
+
+
+def _outlook(
+    run: RunDir,
+    target: str,
+    drafters: tuple[str, ...],
+    traffic: Traffic,
+    objective: Objective,
+    confirm: Confirm,
+    published: str,
+) -> Iterator[str]:
+    """The plan of a dry run."""
+    tasks = ", ".join(traffic.tasks) or "all tasks that were evaluated"
+    yield (
+        f"codesign: {candidates.IN_WORDS[objective]} of {target}, {traffic.tokens} tokens, batch "
+        f"{traffic.batch}, {tasks}; drafters: {', '.join(drafters) or 'all that were evaluated'}"
+    )
+    if published:
+        yield f"evidence: published, {published}"
+        return
+    for path in (run.profile, run.acceptance):
+        yield f"{path}: {'is there' if path.exists() else 'not there yet'}"
+    if confirm.candidates:
+        answers = confirm.prompts * confirm.laps * len(confirm.tasks)
+        yield (
+            f"the best {confirm.candidates} candidates and plain decoding answer {answers} requests each"
+        )
+
+
+SETTINGS = (
+    ChatCorpus,
+    Confirm,
+    CorpusPrompts,
+    HumanEval,
+    JsonlCorpus,
+    ParquetCorpus,
+    PythonCode,
+    PythonProse,
+    SamplingParams,
+    TextCorpus,
+    Topology,
+    Traffic,
+    Trial,
+    XSum,
+)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.codesign", description=__doc__)
+    config.add_flags(parser)
+    flags = config.parse_flags(parser)
+    configured = config.load(
+        codesign,
+        SETTINGS,
+        files=flags.gin_file,
+        bindings=flags.gin_bindings,
+        supplied={"run_dir": flags.run_dir, "dry_run": flags.dry_run},
+    )
+    configured.stage(config=configured.config_str)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
