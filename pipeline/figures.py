@@ -22,6 +22,7 @@ import hashlib
 import html
 import io
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -166,7 +167,7 @@ def svg(figure: Figure, description: str = "") -> str:
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with styled():
+    with _drawing():
         figure.savefig(buffer, format="svg", metadata=nothing)
     text = buffer.getvalue()
     element = text[text.index("<svg") :].strip()
@@ -179,9 +180,17 @@ def svg(figure: Figure, description: str = "") -> str:
 def png(figure: Figure, dpi: int = _PNG_DPI) -> bytes:
     """A PNG file on a white ground."""
     buffer = io.BytesIO()
-    with styled():
+    with _drawing():
         figure.savefig(buffer, format="png", dpi=dpi, facecolor=GROUND)
     return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _drawing() -> Iterator[None]:
+    """The look; names in scripts that the font lacks are boxes in a PNG, and no reason to warn."""
+    with styled(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
+        yield
 
 
 def _css_colors(element: str) -> str:
