@@ -1,0 +1,417 @@
+"""Decisions on constructed cases, whose answers are known, and what is refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from drafters.mesh import Topology
+from drafters.shapes import TransformerShape
+from pipeline import decision
+from pipeline.acceptance import constant_curve
+from pipeline.acceptance_artifact import Acceptance, Interval, Result
+from pipeline.candidates import Forecast, Option, Traffic, chip_bytes, loops
+from pipeline.codesign import codesign
+from pipeline.confirmation import Confirm, Confirmation, Played
+from pipeline.core import artifacts
+from pipeline.core.errors import UserError
+from pipeline.core.run_dir import RunDir
+from pipeline.profile_artifact import Profile, ProfiledTopology, Quantiles, Round
+from pipeline.trials import Trial
+from serving.plan import Plan, choice_of
+
+PLAIN_MS = 20.0
+LINEAGE = artifacts.Lineage(config="", seed=0, versions={}, machine=artifacts.this_machine())
+
+
+def round_of(drafter: str, k: int, ms: float, **changes) -> Round:
+    fields = {
+        "drafter": drafter,
+        "placement": "sharded",
+        "chips_per_copy": 16,
+        "k": k,
+        "rule": "token",
+        "batch": 1,
+        "context": 256,
+        "draft_ms": 0.0,
+        "score_ms": ms,
+        "broadcast_us": 0.0,
+        "round_ms": Quantiles(p10=0.98 * ms, p50=ms, p90=1.02 * ms),
+    }
+    return Round(**{**fields, **changes})
+
+
+def rounds(drafter: str, draft_ms: float, ks=(1, 3, 5, 7), **changes) -> list[Round]:
+    """Rounds of K drafts that cost `draft_ms` each, and as much as a plain step for the target."""
+    return [round_of(drafter, k, PLAIN_MS + k * draft_ms, **changes) for k in ks]
+
+
+def result(drafter: str, alpha: float, task: str = "code", sd: float = 0.0, **changes) -> Result:
+    fields = {
+        "drafter": drafter,
+        "task": task,
+        "warp": {"temperature": 0.8, "top_p": 0.95},
+        "rule": "token",
+        "k": 8,
+        "requests": 32,
+        "rounds": 900,
+        "emitted": 4096,
+        "alpha": alpha,
+        "alpha_overlap": alpha,
+        "alpha_sd_between_requests": sd,
+        "alpha_interval": Interval(value=alpha, low=max(0.0, alpha - 0.01), high=alpha + 0.01),
+    }
+    fields |= changes
+    curve = constant_curve(alpha, fields["k"])
+    return Result(
+        **fields, tau=1 + curve.sum(), conditional=(alpha,) * fields["k"], survival=tuple(curve)
+    )
+
+
+PLAIN = round_of("", 0, PLAIN_MS)
+
+
+def profile_of(*timed: Round, **changes) -> Profile:
+    topology = ProfiledTopology(
+        name="host_16",
+        platform="cpu",
+        device_kind="cpu",
+        num_chips=16,
+        mesh={"x": 2, "y": 2, "z": 4},
+        hbm_bytes_per_s=1e9,
+        flop_per_s=1e9,
+        peaks_source="measured",
+    )
+    fields = {"lineage": LINEAGE, "target": "target", "topology": topology, "rounds": timed}
+    return Profile(**{**fields, "collectives": (), "alpha_beta": {}, "steps": (), **changes})
+
+
+def written(folder, profile: Profile, *results: Result, lineage=LINEAGE) -> RunDir:
+    run = RunDir.at(folder)
+    artifacts.write(run.profile, profile)
+    artifacts.write(run.acceptance, Acceptance(lineage=lineage, target="target", results=results))
+    return run
+
+
+def decided(folder, profile: Profile, *results: Result, **settings) -> Plan:
+    run = written(folder, profile, *results)
+    codesign(run_dir=str(run.root), **settings)
+    return artifacts.read(run.plan, Plan)
+
+
+# --------------------------------------------------------------------------------------------------
+# Verdicts
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_fast_drafter_that_is_accepted_is_chosen(tmp_path):
+    plan = decided(tmp_path, profile_of(PLAIN, *rounds("wide", 1.0)), result("wide", 0.85))
+    assert (plan.verdict, plan.drafter, plan.placement) == ("speculate", "wide", "sharded")
+    # argmin of (20 + K) / tau(K), which lies between measured K.
+    costs = {k: (PLAIN_MS + k) / (1 + constant_curve(0.85, k).sum()) for k in range(1, 8)}
+    assert plan.k == min(costs, key=lambda k: costs[k])
+    assert plan.baseline_ms_per_token == PLAIN_MS
+    assert plan.details["gain"]["low"] > 1
+    assert {one.k for one in plan.candidates} == set(range(8))
+    assert plan.predicted == plan.candidates[0].predicted
+    assert choice_of(str(tmp_path), None, None).k == plan.k
+
+
+def test_a_drafter_as_slow_as_the_target_does_not_pay(tmp_path):
+    profile = profile_of(PLAIN, *rounds("twin", PLAIN_MS))
+    plan = decided(tmp_path, profile, result("twin", 0.9))
+    assert (plan.verdict, plan.drafter, plan.k) == ("do_not_speculate", "", 0)
+    assert plan.predicted.ms_per_token == pytest.approx(PLAIN_MS)
+    assert "Nothing beats plain decoding" in plan.reason
+    assert plan.details["tipping_points"]["round_ms"] < 2 * PLAIN_MS
+    assert choice_of(str(tmp_path), None, None).k == 0
+
+
+def test_drafts_that_are_never_accepted_do_not_pay(tmp_path):
+    profile = profile_of(PLAIN, *rounds("noise", 0.1))
+    plan = decided(tmp_path, profile, result("noise", 0.0))
+    assert plan.verdict == "do_not_speculate"
+    assert plan.details["gain"]["value"] < 1
+
+
+def test_a_gain_within_the_noise_is_not_taken(tmp_path):
+    """1% faster by prediction, with rounds that scatter by 2% and acceptance known to 1%."""
+    profile = profile_of(PLAIN, round_of("wide", 1, PLAIN_MS * 1.8))
+    assert (
+        1 < decided(tmp_path / "a", profile, result("wide", 0.83)).details["gain"]["value"] < 1.03
+    )
+    assert decided(tmp_path / "b", profile, result("wide", 0.83)).verdict == "do_not_speculate"
+    assert decided(tmp_path / "c", profile, result("wide", 0.99)).verdict == "speculate"
+
+
+def test_the_tail_moves_the_choice_to_fewer_drafts(tmp_path):
+    """Chen et al. 2302.01318: the rounds of Figure 1, requests as different as HumanEval's."""
+    loop_ms = (16.32, 18.19, 20.30, 22.79, 25.01, 27.07, 28.46)
+    timed = [round_of("wide", k, ms) for k, ms in enumerate(loop_ms, 1)]
+    profile = profile_of(round_of("", 0, 14.11), *timed)
+
+    def best(objective: str, sd: float) -> int:
+        folder = tmp_path / f"{objective}{sd}"
+        return decided(folder, profile, result("wide", 0.8845, sd=sd), objective=objective).k
+
+    assert best("mean", 0.09) == 7
+    assert best("p99", 0.09) == 2
+    assert best("p99", 0.0) >= 5
+
+
+def test_gaps_between_tokens_are_shortest_without_speculation(tmp_path):
+    plan = decided(
+        tmp_path, profile_of(PLAIN, *rounds("wide", 1.0)), result("wide", 0.9), objective="p99_gap"
+    )
+    assert plan.verdict == "do_not_speculate"
+    assert "longer than a plain step" in plan.reason
+
+
+def test_of_equals_the_one_with_fewer_drafts_is_chosen(tmp_path):
+    """No draft behind the first is accepted and drafting costs nothing: K = 1..7 are equal."""
+    accepted = dataclasses.replace(
+        result("wide", 0.9), survival=(0.9, *[0.0] * 7), conditional=(0.9, *[0.0] * 7)
+    )
+    timed = [round_of("wide", k, PLAIN_MS) for k in (1, 7)]
+    twins = [dataclasses.replace(r, drafter="also") for r in timed]
+    plan = decided(
+        tmp_path,
+        profile_of(PLAIN, *timed, *twins),
+        accepted,
+        dataclasses.replace(accepted, drafter="also"),
+    )
+    assert (plan.drafter, plan.k) == ("also", 1)
+    assert plan.details["regret_of_runner_up"] == pytest.approx(0)
+
+
+def test_placements_compete(tmp_path):
+    timed = [
+        *rounds("wide", 2.0),
+        *rounds("wide", 1.0, placement="copies", chips_per_copy=4),
+        *rounds("wide", 3.0, placement="leader", chips_per_copy=1),
+    ]
+    plan = decided(tmp_path, profile_of(PLAIN, *timed), result("wide", 0.85))
+    assert (plan.placement, plan.chips_per_copy) == ("sharded", 4)
+    choice = choice_of(str(tmp_path), None, None)
+    assert (choice.chips_per_copy, choice.leader) == (4, False)
+
+
+def test_the_block_rule_is_chosen_where_it_accepts_more(tmp_path):
+    block = result("wide", 0.88, k=5, rule="block")
+    profile = profile_of(PLAIN, *rounds("wide", 1.0))
+    plan = decided(tmp_path, profile, result("wide", 0.8), block)
+    assert (plan.rule, plan.k) == ("block", 5)
+
+
+def test_batches_have_their_own_k(tmp_path):
+    """A busier target leaves less to gain, as in SmartSpec 2406.14066."""
+    busy = [
+        round_of("", 0, 30.0, batch=16),
+        *(round_of("wide", k, 30.0 * (1 + k), batch=16) for k in (1, 7)),
+    ]
+    profile = profile_of(PLAIN, *rounds("wide", 1.0), *busy)
+    plan = decided(tmp_path, profile, result("wide", 0.8))
+    by_batch = {row["batch"]: row["k"] for row in plan.details["by_batch"]}
+    assert by_batch[1] == plan.k > 0
+    assert by_batch[16] == 0
+
+
+def test_what_would_change_the_decision(tmp_path):
+    """At the tipping points the candidate is as good as plain decoding."""
+    plan = decided(tmp_path, profile_of(PLAIN, *rounds("wide", 1.0)), result("wide", 0.8))
+    points = plan.details["tipping_points"]
+    round_ms = PLAIN_MS + plan.k
+    assert points["round_ms"] == pytest.approx(
+        round_ms * PLAIN_MS / plan.predicted.ms_per_token, rel=1e-6
+    )
+    worse = result("wide", points["alpha"])
+    forecast = Forecast([worse], Traffic())
+    option = Option("wide", plan.k, "token", "sharded", 16)
+    assert forecast.times(option, round_ms).ms_per_token == pytest.approx(PLAIN_MS, rel=1e-3)
+    assert f"below {points['alpha']:.3f}" in plan.reason
+
+
+def test_tasks_have_equal_shares(tmp_path):
+    results = [result("wide", 0.9), result("wide", 0.6, task="prose")]
+    plan = decided(tmp_path, profile_of(PLAIN, *rounds("wide", 1.0)), *results)
+    alone = [
+        Forecast([r], Traffic()).times(
+            Option("wide", plan.k, "token", "sharded", 16), PLAIN_MS + plan.k
+        )
+        for r in results
+    ]
+    mean = np.mean([times.ms_per_token for times in alone])
+    assert plan.predicted.ms_per_token == pytest.approx(mean, rel=1e-6)
+    by_task = {task: found["mean"]["k"] for task, found in plan.details["by_task"].items()}
+    assert by_task["code"] > by_task["prose"]
+    assert plan.workload.tasks == ("code", "prose")
+
+
+def test_one_task_under_two_warps_is_two_tasks():
+    hot = result("wide", 0.5, warp={"temperature": 1.5, "top_p": 1.0})
+    forecast = Forecast([result("wide", 0.9), hot], Traffic(tasks=("code",)))
+    assert forecast.tasks == ("code (temperature 0.8, top_p 0.95)", "code (temperature 1.5)")
+    assert Forecast([result("wide", 0.9), hot], Traffic(tasks=forecast.tasks[1:])).tasks == (
+        forecast.tasks[1],
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts
+# --------------------------------------------------------------------------------------------------
+
+
+def test_round_times_between_measured_k_and_nearest_contexts():
+    timed = [PLAIN, round_of("wide", 2, 22.0), round_of("wide", 6, 30.0)]
+    timed.append(round_of("wide", 2, 99.0, context=2048))
+    found = {o.k: loop.ms for o, loop in loops(timed, 1, 300).items() if o.rule == "token"}
+    assert found == pytest.approx({0: PLAIN_MS, 2: 22.0, 3: 24.0, 4: 26.0, 5: 28.0, 6: 30.0})
+    assert loops(timed, 2, 300) == {}
+
+
+def test_chip_bytes_are_those_of_whole_models_where_one_chip_holds_all():
+    shape = TransformerShape(
+        vocab_size=320,
+        num_layers=2,
+        width=64,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=8,
+        mlp_width=96,
+    )
+    alone = chip_bytes(shape, 1, 10, "float32")
+    assert alone == shape.weight_bytes("float32") + 10 * shape.cache_bytes_per_token("float32")
+    # All divides but norms; key/value heads are repeated four times.
+    assert alone / 16 < chip_bytes(shape, 16, 10, "float32") < alone / 8
+
+
+def test_measured_candidates_are_the_only_ones_in_the_running():
+    """The law with the measured round decides between means that are close; a slow one is out."""
+    forecast = Forecast([result("wide", 0.8)], Traffic())
+    timed = loops([PLAIN, *rounds("wide", 1.0)], 1, 256)
+    field = decision.judged(forecast, timed)
+
+    def ran(k: int, ms_per_token: float, round_ms: float) -> decision.Judged:
+        one = next(j for j in field if j.option.k == k and j.option.rule == "token")
+        times = dataclasses.replace(one.predicted, ms_per_token=ms_per_token)
+        gain = decision.Gain(PLAIN_MS / ms_per_token, PLAIN_MS / ms_per_token - 0.1, 9.0)
+        return decision.with_measurement(one, forecast, times, round_ms, gain if k else None)
+
+    plain = ran(0, PLAIN_MS, PLAIN_MS)
+    close = [plain, ran(3, 8.0, 25.0), ran(5, 8.1, 25.0), *field[3:4]]
+    assert decision.decide(close, "mean").chosen.option.k == 5
+    far = [plain, ran(3, 8.0, 25.0), ran(5, 8.5, 25.0)]
+    assert decision.decide(far, "mean").chosen.option.k == 3
+    slower = [plain, ran(3, 21.0, 25.0), ran(5, 20.5, 25.0)]
+    assert not decision.decide(slower, "mean").speculates
+
+
+def test_gain_is_of_pairs_and_its_interval_holds_it():
+    def played(arm: int, lap: int, paces: tuple[float, ...]) -> Played:
+        return Played(
+            arm=arm,
+            lap=lap,
+            task="code",
+            ms_per_token=paces,
+            emitted=(96, 96),
+            rounds=40,
+            round_s=1.0,
+            accepted=100,
+            evaluated=120,
+        )
+
+    found = Confirmation(
+        lineage=LINEAGE,
+        arms=("plain decoding", "x"),
+        played=(
+            *(played(0, lap, (20.0, 22.0)) for lap in range(2)),
+            *(played(1, lap, (5.0, 5.5 + lap)) for lap in range(2)),
+        ),
+    )
+    gain = found.gain(1)
+    assert gain.value == pytest.approx(84 / 22)
+    assert gain.low < gain.value < gain.high
+    assert found.round_ms(1) == pytest.approx(25.0)
+    assert found.times(0, 96).p50_ms == pytest.approx(96 * 21)
+
+
+# --------------------------------------------------------------------------------------------------
+# Artifacts
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_second_run_does_nothing(tmp_path, capsys):
+    run = written(tmp_path, profile_of(PLAIN, *rounds("wide", 1.0)), result("wide", 0.8))
+    codesign(run_dir=str(run.root))
+    before = run.plan.read_text()
+    capsys.readouterr()
+    codesign(run_dir=str(run.root))
+    assert "is up to date" in capsys.readouterr().err
+    assert run.plan.read_text() == before
+    # Other evidence, other plan.
+    written(tmp_path, profile_of(PLAIN, *rounds("wide", 30.0)), result("wide", 0.8))
+    codesign(run_dir=str(run.root))
+    assert json.loads(run.plan.read_text())["verdict"] == "do_not_speculate"
+
+
+def test_a_dry_run_needs_nothing_and_writes_nothing(tmp_path, capsys):
+    codesign(run_dir=str(tmp_path / "none"), dry_run=True)
+    assert "not there yet" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+GOOD = (PLAIN, *rounds("wide", 1.0))
+HOST = Topology(name="host_16", platform="cpu", axes=("x",), sizes=(16,))
+CONFIRM = Confirm(candidates=1, tasks=(Trial(task=None),))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "message"),
+    [
+        (profile_of(*GOOD), {"target": "other"}, "about the target 'target', not 'other'"),
+        (profile_of(*GOOD), {"drafters": ("deep",)}, "no results of the drafter 'deep'"),
+        (profile_of(PLAIN), {}, "no rounds of the drafter 'wide'"),
+        (profile_of(*GOOD[1:]), {}, "no round of plain decoding"),
+        (profile_of(*GOOD), {"traffic": Traffic(batch=4)}, "at batch 4"),
+        (profile_of(*GOOD), {"traffic": Traffic(tasks=("xsum",))}, "Traffic.tasks names 'xsum'"),
+        (
+            profile_of(*GOOD, lineage=dataclasses.replace(LINEAGE, machine="a Cray")),
+            {"confirm": CONFIRM, "topology": HOST},
+            "machine = 'a Cray'",
+        ),
+        (
+            profile_of(*GOOD),
+            {"confirm": CONFIRM, "topology": dataclasses.replace(HOST, name="host_4")},
+            "is of the mesh 'host_16'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(profile, settings, message, tmp_path):
+    run = written(tmp_path, profile, result("wide", 0.8))
+    with pytest.raises(UserError, match=message):
+        codesign(run_dir=str(run.root), **settings)
+    assert not run.plan.exists()
+
+
+@pytest.mark.parametrize("name", ["profile", "acceptance"])
+def test_a_missing_artifact_is_named_with_its_stage(name, tmp_path):
+    run = written(tmp_path, profile_of(*GOOD), result("wide", 0.8))
+    getattr(run, name).unlink()
+    with pytest.raises(
+        UserError, match=r"does not exist; run python -m pipeline\.(profile|evaluate)"
+    ):
+        codesign(run_dir=str(run.root))
+
+
+def test_an_acceptance_without_results_is_refused(tmp_path):
+    run = written(tmp_path, profile_of(*GOOD))
+    with pytest.raises(UserError, match="has no results"):
+        codesign(run_dir=str(run.root))
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"Traffic.tokens must be positive, not 0"):
+        Traffic(tokens=0)
+    with pytest.raises(ValueError, match=r"Confirm.tasks is empty"):
+        Confirm(candidates=2)
