@@ -80,7 +80,8 @@ def run(
 
 def _in_order(chosen: Sequence[Stage], files: Sequence[str]) -> list[Stage]:
     wanted = set(chosen) or config.configured_stages(*files)
-    if names := [stage for stage in ORDER if stage in wanted]:
+    names: list[Stage] = [stage for stage in ORDER if stage in wanted]
+    if names:
         return names
     raise UserError(
         f"{', '.join(files) or 'no --gin_file'}: configures none of {', '.join(ORDER)}; include a file "
