@@ -11,8 +11,8 @@ Both skip tests (many distributions leave them out, and they hold undecodable fi
 imported. The docstrings of a file fall on the side of the file itself, so that held-out code is not in the
 training prose.
 
-Errors are `UserError`s that name file and line: a missing file, bytes that are not UTF-8, a line that is not
-JSON or lacks the field.
+Errors are `UserError`s that name file and line: a missing file (`Absent`), bytes that are not UTF-8, a line
+that is not JSON or lacks the field.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from etils import epath
 
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import explain_os_errors
+
+
+class Absent(UserError):
+    """Something is not on this machine; work that does not need it can go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ def matching_files(path: str) -> list[epath.Path]:
     """The file `path`, or those a pattern such as `data/*.jsonl` matches, sorted.
 
     Raises:
-      UserError: there is none.
+      Absent: there is none.
     """
     whole = epath.Path(path).expanduser()
     parts = whole.parts
@@ -124,9 +128,7 @@ def matching_files(path: str) -> list[epath.Path]:
         folder = epath.Path(*parts[:fixed])
         found = sorted(p for p in folder.glob("/".join(parts[fixed:])) if not p.is_dir())
     if not found:
-        raise UserError(
-            f"no file {path}; give the path of a file or a pattern such as data/*.jsonl"
-        )
+        raise Absent(f"no file {path}; give the path of a file or a pattern such as data/*.jsonl")
     return found
 
 
@@ -317,7 +319,7 @@ def _parquet_column(file: epath.Path, field: str) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(
+        raise Absent(
             f"reading {file} needs pyarrow; install it with: pip install pyarrow"
         ) from None
     with explain_os_errors(file, "read"), file.open("rb") as stream:

