@@ -22,9 +22,9 @@ class Score:
     """Quality of both arms' answers on one task: they should agree, since the law is the same.
 
     Attributes:
-      metric: "rouge2" or "pass@1".
-      plain, speculative, difference: means over requests; the difference is of pairs.
-      verdict: "within noise", or which arm is better.
+      metric: "rouge2" or "pass@1" (or another k).
+      plain, speculative, difference: means over prompts; the difference, speculative - plain, is of pairs.
+      verdict: "within noise" if the interval of the difference holds zero, or which arm is better.
     """
 
     metric: str
@@ -40,16 +40,24 @@ class Result:
 
     Attributes:
       warp: sampling fields that shape the distributions: temperature, top_k, top_p, min_p.
-      k: drafts per round; `source` "derived" follows from a larger k, exact under the token rule.
-      emitted: tokens of all requests; rounds likewise.
-      tau: emitted tokens per round, of rounds that drafted all k.
-      alpha: accepted / evaluated drafts.
-      alpha_overlap: mean of sum(min(p, q)) at evaluated positions; agrees with alpha.
-      conditional: P(draft i accepted | those before it were), i = 1..k.
-      survival: P(drafts 1..i accepted).
+      k: drafts per round; `source` "derived" follows from a larger k, exact under the token rule (see
+        `pipeline.rounds`).
+      emitted: tokens of all requests, without end tokens; rounds likewise, with the first of each request,
+        which only continues the prompt.
+      tau: tokens per round with room for k drafts, 1 + sum(survival). A round in which the drafter had
+        nothing to propose counts: it takes its time all the same.
+      alpha: accepted / evaluated drafts; evaluated are the accepted ones and the one rejected. Drafts behind
+        an end token, a stop string or the limit are not counted.
+      alpha_overlap: mean of sum(min(p, q)) at the evaluated positions, by teacher forcing; agrees with alpha
+        under the token rule. (The block rule accepts more.)
+      conditional: P(draft i accepted | those before it were), i = 1..k, of rounds with room for it; no
+        property of a single draft under the block rule.
+      survival: P(drafts 1..i accepted), their product.
       alpha_sd_between_requests: spread of alpha beyond what chance within a request explains.
       overlap_teacher_forced: mean overlap over held-out text, every position counted.
-      alpha_interval: 95% bootstrap over requests.
+      alpha_interval, tau_interval: 95% bootstrap over requests.
+      disagreement: of accepted drafts and their overlaps, in standard deviations; standard normal if the rule
+        is exact. None under the block rule.
     """
 
     drafter: str
@@ -69,6 +77,8 @@ class Result:
     alpha_interval: Interval
     overlap_teacher_forced: float | None = None
     source: Literal["measured", "derived", "published"] = "measured"
+    tau_interval: Interval | None = None
+    disagreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,5 +98,6 @@ class Acceptance(artifacts.Artifact):
 
     target: str
     results: tuple[Result, ...]
-    scores: dict[str, Score] = field(default_factory=dict)  # "drafter/task"
+    # "drafter/task"; the task with its warp where it is evaluated more than once.
+    scores: dict[str, Score] = field(default_factory=dict)
     skipped: tuple[Skipped, ...] = ()
