@@ -43,6 +43,7 @@ class ProfiledTopology:
       hbm_bytes_per_s, flop_per_s: per chip; on host platforms of all chips together divided by their
         number, since they share one memory.
       peaks_source: "measured", or where they were published.
+      cores: of the host, which the chips of a host platform share.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ProfiledTopology:
     hbm_bytes_per_s: float
     flop_per_s: float
     peaks_source: str
+    cores: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class Step:
       layer_collective_us: time of one layer's collectives: with them less without; None if not measured.
       bandwidth_utilisation: bytes that must be read / time / the chips' peak.
       flop_utilisation: likewise of arithmetic.
+      width_utilisation: the share of a chip's matrix tiles that its weights fill (`pipeline.work`).
     """
 
     model: str
@@ -131,6 +134,7 @@ class Step:
     bandwidth_utilisation: float
     flop_utilisation: float
     source: Literal["measured", "compiled", "predicted"]
+    width_utilisation: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +162,11 @@ class Round:
 
     Attributes:
       drafter: a name of the config; "" for plain decoding, with k = 0.
-      draft_ms: of drafting k tokens where the placement drafts; score_ms: of the pass over k + 1 tokens.
+      draft_ms: of the drafter's k passes where the placement drafts; score_ms: of the pass over k + 1 tokens.
       broadcast_us: of the turn's integers; 0 if every chip drafts.
-      round_ms: the whole, with verdict, rollback and broadcast.
+      round_ms: the whole, with draws, verdict, rollback and broadcast.
+      source: "predicted" where only other K were timed: the parts of this K, and of the whole what is no
+        part, interpolated over K.
     """
 
     drafter: str

@@ -211,19 +211,21 @@ def _decode_served(
         state = speculation.run_rounds(
             pair.engine, pair.weights, batch.requests, state, jnp.int32(budget)
         )
-        state = _read(state, rows, batch, time.perf_counter() - started, on_text)
+        state = _read(state, rows, batch, started, on_text)
         budget = rounds_per_call
     progress = jax.device_get(state.progress)
     return [_answer(row, b, progress) for b, row in enumerate(rows)]
 
 
 def _read(
-    state: State, rows: Sequence[Row], batch: _Batch, now: float, on_text: OnText | None
+    state: State, rows: Sequence[Row], batch: _Batch, started: float, on_text: OnText | None
 ) -> State:
     """Extends every row by what the device committed, and ends rows that met a stop string."""
     progress = state.progress
     lengths, done, failed = map(np.asarray, (progress.length, progress.done, progress.failed))
     tokens = np.asarray(progress.tokens)
+    # Only now are the rounds over: the call that played them returned at once.
+    now = time.perf_counter() - started
     stopped = np.array(done)
     for b, row in enumerate(rows):
         if row.finished:

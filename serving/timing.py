@@ -17,8 +17,9 @@ import numpy as np
 from jax import Array
 
 from drafters import kv_cache
-from drafters.autoregressive import Autoregressive, AutoregressiveState
+from drafters.autoregressive import AutoregressiveState
 from drafters.kv_cache import KVCache
+from drafters.ngram import NgramState
 from serving import prefill, speculation
 from serving.leader import alone
 from serving.passes import Part, Seated, repeated, zeros
@@ -192,24 +193,12 @@ def started(pair: Served, setting: Setting, capacity: int) -> tuple[Requests, St
         limit=jnp.full((setting.batch,), capacity, jnp.int32),
         ignore_eos=jnp.ones((setting.batch,), bool),
     )
-    if engine.k and not isinstance(engine.drafter, Autoregressive):
-        return requests, _taken_in(pair, setting, requests, capacity)
     return requests, _blank(engine, setting, requests, capacity)
-
-
-def _taken_in(pair: Served, setting: Setting, requests: Requests, capacity: int) -> State:
-    """A drafter that looks things up needs something to find."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, pair.engine.num_tokens, (setting.batch, setting.context)).tolist()
-    room = max(capacity, prefill.padded_length(setting.context))
-    return prefill.start(pair.engine, pair.weights, requests, ids, room, room=room)
 
 
 def _blank(engine: Engine, setting: Setting, requests: Requests, capacity: int) -> State:
     """The state behind prompts of zeros, put together by the host: nothing is compiled for it."""
-    described = jax.eval_shape(
-        lambda: prefill.unread(engine, requests, setting.batch, capacity)
-    )
+    described = jax.eval_shape(lambda: prefill.unread(engine, requests, setting.batch, capacity))
     state = jax.tree.map(zeros, described, prefill.places(engine, described))
     return _at_length(state, setting.context)
 
@@ -227,6 +216,8 @@ def _at_length(state: State, length: int) -> State:
         drafter = dataclasses.replace(
             drafter, cache=behind(drafter.cache), committed=filled(drafter.committed)
         )
+    if isinstance(drafter, NgramState):
+        drafter = dataclasses.replace(drafter, length=filled(drafter.length))
     return State(
         scored=dataclasses.replace(state.scored, progress=progress),
         target=behind(state.target),

@@ -1,4 +1,4 @@
-"""Pairs of models that were never trained: as fast and as large as trained ones, and nothing is read for them."""
+"""Pairs of models that were never trained: as fast and as large as trained ones, and nothing to read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from drafters.autoregressive import Autoregressive, DrafterParams
 from drafters.mesh import Topology
+from drafters.ngram import Ngram
 from drafters.shapes import TransformerShape
 from drafters.transformer import Params
 from serving.passes import Seated
@@ -44,7 +45,7 @@ def random_pair(
 
     Args:
       topology: the devices.
-      target, drafter: shapes; no drafter decodes plainly.
+      target, drafter: shapes; drafts are looked up in the text if there is no drafter.
       choice: K, rule and the drafter's place.
       params: the target's, if there are some already.
 
@@ -62,7 +63,10 @@ def random_pair(
         placement=large.placement,
         leader=(choice.leader or not choice.k) and large.placement is not None,
     )
-    if drafter is None or not choice.k:
+    if not choice.k:
+        return Untrained(engine, Weights(params, None))
+    if drafter is None:
+        engine = dataclasses.replace(engine, drafter=Ngram(target.vocab_size), k=choice.k)
         return Untrained(engine, Weights(params, None))
     small = seated(topology, drafter, 1 if choice.leader else choice.chips_per_copy)
     engine = dataclasses.replace(

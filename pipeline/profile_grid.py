@@ -1,0 +1,348 @@
+"""What a profile measures: its settings, and the cells that follow from them.
+
+Axes: B batch, T tokens of a pass, S capacity, K drafts. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from drafters import kv_cache
+from drafters.mesh import Topology
+from drafters.shapes import TransformerShape
+from pipeline.core.errors import UserError
+from pipeline.profile_artifact import Phase, Where
+from pipeline.stopwatch import Sampling
+from pipeline.subjects import Subject
+from serving.pair import NGRAM
+
+Rule = Literal["token", "block"]
+_ROUNDS_PER_CALL = 8  # that the caches have room for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What is measured of models. Each list multiplies the number of programs to compile.
+
+    Attributes:
+      tokens: T of the target's passes: 1 is a decode step, K + 1 scores K drafts.
+      contexts, batches: of all passes and rounds.
+      drafter_tokens: T of the drafters' passes.
+      prompts: tokens of prompts that are taken in at once.
+      chips_per_copy: drafters in copies of so many chips side by side, beside one over all chips.
+      leader: drafters on the first chip alone, too.
+      drafts: K of the rounds.
+      timed_drafts: those K that are timed, () for all; the others are predicted from them.
+      rules: of the rounds.
+      temperature, top_p: of the rounds: filters take time.
+      layer_tokens: T at which the target's collectives are removed and its depth is changed.
+      shallow: layers of the second depth, 0 for a third.
+      shapes: more models whose steps the latency model is fitted to and judged by.
+      sampling: how long is measured.
+    """
+
+    tokens: tuple[int, ...] = (1, 2, 4, 6, 8)
+    contexts: tuple[int, ...] = (256,)
+    batches: tuple[int, ...] = (1,)
+    drafter_tokens: tuple[int, ...] = (1,)
+    prompts: tuple[int, ...] = (256,)
+    chips_per_copy: tuple[int, ...] = ()
+    leader: bool = True
+    drafts: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    timed_drafts: tuple[int, ...] = (1, 7)
+    rules: tuple[Rule, ...] = ("token",)
+    temperature: float = 0.8
+    top_p: float = 0.95
+    layer_tokens: tuple[int, ...] = (1,)
+    shallow: int = 0
+    shapes: tuple[Subject, ...] = ()
+    sampling: Sampling = Sampling()  # noqa: RUF009 frozen
+
+    def __post_init__(self):
+        for name in ("tokens", "contexts", "batches", "drafter_tokens", "drafts", "rules"):
+            if not getattr(self, name):
+                raise ValueError(f"Grid.{name} must not be empty")
+        for name in ("tokens", "contexts", "batches", "drafter_tokens", "prompts", "drafts"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ValueError(f"Grid.{name} = {getattr(self, name)} must all be positive")
+        for name in ("tokens", "drafter_tokens"):
+            if 1 not in getattr(self, name):
+                raise ValueError(
+                    f"Grid.{name} = {getattr(self, name)} must hold 1, the decode step"
+                )
+        for name, inner, outer in (
+            ("timed_drafts", self.timed_drafts, self.drafts),
+            ("layer_tokens", self.layer_tokens, self.tokens),
+        ):
+            if unknown := sorted(set(inner) - set(outer)):
+                raise ValueError(f"Grid.{name} holds {unknown[0]}, which is none of {outer}")
+
+    @property
+    def timed(self) -> tuple[int, ...]:
+        """K whose rounds are timed."""
+        return self.timed_drafts or self.drafts
+
+    def capacity(self, context: int) -> int:
+        """S of all caches behind `context` tokens: one for all, since attention reads all of it."""
+        longest = max(self.drafts)
+        room = max(*self.tokens, _ROUNDS_PER_CALL * (longest + 1) + longest)
+        return kv_cache.capacity_for(context + room + kv_cache.SMALLEST_WRITE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileGrid:
+    """What is compiled for devices that are not attached.
+
+    Attributes:
+      tokens: T of every model's step.
+      batches, contexts: of those steps.
+    """
+
+    tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (1024,)
+
+    def __post_init__(self):
+        for name in ("tokens", "batches", "contexts"):
+            if min(getattr(self, name), default=0) < 1:
+                raise ValueError(
+                    f"CompileGrid.{name} = {getattr(self, name)} must list positive numbers"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a model is: `chips` share one copy of it."""
+
+    placement: Where
+    chips: int
+
+    def __str__(self) -> str:
+        return self.placement if self.placement == "leader" else f"{self.placement} {self.chips}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCell:
+    """Passes of one model.
+
+    Attributes:
+      apart: its collectives are removed; every chip does as much arithmetic as before.
+    """
+
+    model: str
+    shape: TransformerShape
+    seat: Seat
+    batch: int
+    tokens: int
+    context: int
+    capacity: int
+    phase: Phase
+    apart: bool = False
+
+    @property
+    def key(self) -> str:
+        """Names the cell within a profile."""
+        apart = " apart" if self.apart else ""
+        return (
+            f"{self.phase} {self.model} {self.seat}{apart} B={self.batch} T={self.tokens} "
+            f"context={self.context}"
+        )
+
+    @property
+    def singly(self) -> bool:
+        """Whether it is dispatched one by one too."""
+        return self.phase == "decode" and not self.apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCell:
+    """Rounds of the target and a drafter; plain decoding has none, and K = 0. A lookup has no shape."""
+
+    drafter: str
+    shape: TransformerShape | None
+    seat: Seat
+    k: int
+    rule: Rule
+    batch: int
+    context: int
+    capacity: int
+
+    @property
+    def key(self) -> str:
+        """Names the cell within a profile."""
+        who = f"{self.drafter} {self.seat} K={self.k} {self.rule}" if self.k else "plain"
+        return f"round {who} B={self.batch} context={self.context}"
+
+
+Cell = StepCell | RoundCell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A subject with its shape."""
+
+    name: str
+    shape: TransformerShape
+
+    def with_layers(self, count: int) -> Model:
+        """The same with another depth."""
+        shape = dataclasses.replace(self.shape, num_layers=count)
+        return Model(name=f"{self.name} with {count} layers", shape=shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All cells of a profile.
+
+    Attributes:
+      target, drafters, others: the models; `others` are known to the latency model alone.
+      lookup: whether rounds of the n-gram drafter are timed too.
+    """
+
+    grid: Grid
+    topology: Topology
+    target: Model
+    drafters: tuple[Model, ...] = ()
+    others: tuple[Model, ...] = ()
+    lookup: bool = False
+
+    def __post_init__(self):
+        names = [model.name for model in self.models]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"the profile has two models named {twice[0]!r}: rename one")
+        longest = max(self.grid.contexts) + max(self.grid.tokens)
+        if longest > self.target.shape.context:
+            raise UserError(
+                f"Grid.contexts = {self.grid.contexts} with {max(self.grid.tokens)} new tokens exceed the "
+                f"context of {self.target.name}, {self.target.shape.context}: choose smaller contexts"
+            )
+        for count in self.grid.chips_per_copy:
+            self.topology.axes_of(count)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """All of them."""
+        return (self.target, *self.drafters, *self.others)
+
+    @property
+    def everywhere(self) -> Seat:
+        """Over all chips."""
+        return Seat(placement="sharded", chips=self.topology.num_chips)
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Where drafters are tried."""
+        chips = self.topology.num_chips
+        if chips == 1:
+            return (self.everywhere,)
+        copies = [Seat(placement="copies", chips=n) for n in self.grid.chips_per_copy if n < chips]
+        leader = [Seat(placement="leader", chips=1)] if self.grid.leader else []
+        return (self.everywhere, *copies, *leader)
+
+    @property
+    def shallow(self) -> Model | None:
+        """The target with fewer layers; None if it has only one."""
+        layers = self.target.shape.num_layers
+        count = self.grid.shallow or max(1, layers // 3)
+        return self.target.with_layers(count) if count < layers else None
+
+    def target_steps(self) -> list[StepCell]:
+        """Passes of the target, prompts, and what tells its layers' parts."""
+        cells = [
+            self.pass_of(self.target, self.everywhere, batch, tokens, context)
+            for batch, context, tokens in itertools.product(
+                self.grid.batches, self.grid.contexts, self.grid.tokens
+            )
+        ]
+        return [*cells, *self._prompts(), *self.layer_steps()]
+
+    def _prompts(self) -> Iterator[StepCell]:
+        for batch, tokens in itertools.product(self.grid.batches, self.grid.prompts):
+            yield StepCell(
+                model=self.target.name,
+                shape=self.target.shape,
+                seat=self.everywhere,
+                batch=batch,
+                tokens=tokens,
+                context=0,
+                capacity=kv_cache.capacity_for(tokens),
+                phase="prefill",
+            )
+
+    def layer_steps(self) -> list[StepCell]:
+        """The target at two depths without collectives, and with them at the second depth."""
+        if self.shallow is None or self.topology.num_chips == 1:
+            return []
+        batch, context = self.grid.batches[0], self.grid.contexts[0]
+        cells = []
+        for tokens in self.grid.layer_tokens:
+            deep = self.pass_of(self.target, self.everywhere, batch, tokens, context)
+            flat = self.pass_of(self.shallow, self.everywhere, batch, tokens, context)
+            removed = [dataclasses.replace(cell, apart=True) for cell in (deep, flat)]
+            cells += [flat, *removed]
+        return cells
+
+    def other_steps(self) -> list[StepCell]:
+        """Passes of drafters in every place, and of the other shapes."""
+        tried = [(model, seat) for model in self.drafters for seat in self.seats]
+        tried += [(model, self.everywhere) for model in self.others]
+        return [
+            self.pass_of(model, seat, batch, tokens, context)
+            for (model, seat), batch, context, tokens in itertools.product(
+                tried, self.grid.batches, self.grid.contexts, self.grid.drafter_tokens
+            )
+        ]
+
+    def pass_of(self, model: Model, seat: Seat, batch: int, tokens: int, context: int) -> StepCell:
+        """A pass over T = `tokens` behind `context` others."""
+        return StepCell(
+            model=model.name,
+            shape=model.shape,
+            seat=seat,
+            batch=batch,
+            tokens=tokens,
+            context=context,
+            capacity=self.grid.capacity(context),
+            phase="decode" if tokens == 1 else "score",
+        )
+
+    def rounds(self) -> list[RoundCell]:
+        """Rounds that are timed; plain decoding first."""
+        return list(self._rounds(self.grid.timed))
+
+    def all_rounds(self) -> list[RoundCell]:
+        """Rounds that are timed or predicted."""
+        return list(self._rounds(self.grid.drafts))
+
+    def _rounds(self, counts: tuple[int, ...]) -> Iterator[RoundCell]:
+        for batch, context in itertools.product(self.grid.batches, self.grid.contexts):
+            capacity = self.grid.capacity(context)
+            yield RoundCell(
+                drafter="",
+                shape=None,
+                seat=self.everywhere,
+                k=0,
+                rule="token",
+                batch=batch,
+                context=context,
+                capacity=capacity,
+            )
+            drafters = [(model.name, model.shape) for model in self.drafters]
+            drafters += [(NGRAM, None)] * self.lookup
+            for (name, shape), seat, rule, k in itertools.product(
+                drafters, self.seats, self.grid.rules, counts
+            ):
+                yield RoundCell(
+                    drafter=name,
+                    shape=shape,
+                    seat=seat,
+                    k=k,
+                    rule=rule,
+                    batch=batch,
+                    context=context,
+                    capacity=capacity,
+                )
