@@ -1,5 +1,13 @@
-# Sourced by test.sh and quickstart.sh: makes .venv if it is missing, installs what is pinned, activates it.
-if [ ! -x .venv/bin/python ]; then
+# Sourced by test.sh and quickstart.sh, with the extras to install: makes .venv if it is missing, installs what is
+# pinned, activates it. `source tools/make_venv.sh test`, or `source tools/make_venv.sh ''` for none. (Without an
+# argument a sourced file would see its caller's.)
+extras=${1:+[$1]}
+if [ ! -x .venv/bin/pip ]; then
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "error: $(python3 --version 2>&1) is too old: draftmesh needs Python 3.11 or newer as python3" >&2
+        exit 2
+    }
+    echo "making .venv and installing what is pinned; this is done once and takes some minutes" >&2
     python3 -m venv .venv
 fi
 source .venv/bin/activate
@@ -8,4 +16,4 @@ pins=()
 if python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
     pins=(--constraint requirements.txt)
 fi
-pip install --quiet --disable-pip-version-check "${pins[@]}" --editable '.[test]'
+pip install --quiet --disable-pip-version-check "${pins[@]}" --editable ".$extras"
