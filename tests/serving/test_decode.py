@@ -2,10 +2,13 @@
 
 import dataclasses
 import itertools
+import time
 
+import jax
 import numpy as np
 import pytest
 
+from serving import speculation
 from serving.decode import Answer, Prompt, Row, _rounds_until, decode_all, fit
 from serving.sampling import SamplingParams
 from serving.show import ACCEPTED, BONUS, CORRECTED, LEGEND, RESET, coloured, origins
@@ -139,6 +142,31 @@ def test_times_are_those_of_the_row():
     assert 0 < answers[0].ttft_s < answers[0].wall_s
     assert answers[0].ms_per_token > 0
     assert answers[1].tokens == ()
+
+
+def test_times_hold_the_rounds_that_the_device_still_plays(monkeypatch):
+    """The call that plays rounds returns before they are over; the row ends when they are."""
+    slow_s, play = 0.2, speculation.run_rounds
+
+    def slowly(tokens):
+        time.sleep(slow_s)
+        return np.asarray(tokens)
+
+    @jax.jit
+    def late(tokens):
+        return jax.pure_callback(slowly, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens)
+
+    def slow_rounds(*arguments):
+        state = play(*arguments)
+        progress = dataclasses.replace(state.progress, tokens=late(state.progress.tokens))
+        scored = dataclasses.replace(state.scored, progress=progress)
+        return dataclasses.replace(state, scored=scored)
+
+    serve(counting(), ask_all([(0,)]))  # compiles
+    monkeypatch.setattr(speculation, "run_rounds", slow_rounds)
+    (answer,) = serve(counting(), ask_all([(0,)]))
+    assert answer.ttft_s >= slow_s
+    assert answer.wall_s - answer.ttft_s >= slow_s
 
 
 def test_colours_tell_accepted_corrected_and_bonus_tokens():
