@@ -70,8 +70,14 @@ def attend_packed(
 def attend_cached(
     q: jax.Array, k: jax.Array, v: jax.Array, view: View, memory: Memory
 ) -> tuple[jax.Array, Memory]:
-    """Writes the new keys and values at each row's length, then attends to all the mask shows."""
+    """Writes the new keys and values at each row's length, then attends to all the mask shows.
+
+    Positions behind the mask's T are padding: neither written nor attended for, and zero in the result.
+    """
     assert memory is not None
+    length, padding = view.mask.shape[1], q.shape[-1] - view.mask.shape[1]
+    q, k, v = (x[..., :length] for x in (q, k, v))
     keys = kv_cache.write(memory[0], k.transpose(2, 0, 3, 1), view.start)
     values = kv_cache.write(memory[1], v.transpose(2, 0, 3, 1), view.start)
-    return _attend(q, keys, values, view.mask), (keys, values)
+    mixed = jnp.pad(_attend(q, keys, values, view.mask), [(0, 0)] * 4 + [(0, padding)])
+    return mixed, (keys, values)

@@ -54,6 +54,23 @@ def _gelu_tanh(x: jax.Array) -> jax.Array:
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}
 
 
+# CPU matrix products take four columns at a time and what is left over one by one, each time reading the
+# weights again: 5 columns cost 1.5 times what 8 do (SmolLM2-135M, 2 AVX2 cores: 78 against 54 ms).
+_COLUMNS_AT_A_TIME, _MOST_PADDED = 4, 8
+
+
+def padded_length(batch: int, length: int) -> int:
+    """The length T' >= T for which B T' columns are multiplied fastest; only few columns are padded."""
+    for longer in range(length, _MOST_PADDED // batch + 1):
+        if batch * longer % _COLUMNS_AT_A_TIME == 0:
+            return longer if batch * length > 1 else length
+    return length
+
+
+def _pad_last(x: jax.Array, size: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
 class _Drawn:
     """Makes random parameters of one dtype; absent ones are None."""
 
@@ -348,14 +365,18 @@ class Transformer(nnx.Module):
         The returned length counts all T tokens; the caller lowers it for rows that committed fewer. The
         cache needs room for length + max(T, SMALLEST_WRITE).
         """
-        start, steps = cache.length, jnp.arange(tokens.shape[1])[None]
-        positions = start[:, None] + steps
+        start, (batch, length) = cache.length, tokens.shape
+        tokens = _pad_last(tokens, padded_length(batch, length))
+        positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
         slots = jnp.arange(cache.capacity)[None]
-        views = self.views(positions, start, True, slots)
+        views = {
+            kind: view._replace(mask=view.mask[:, :length])
+            for kind, view in self.views(positions, start, True, slots).items()
+        }
         memory = tuple(zip(cache.k, cache.v, strict=True))
         x, memory = self._apply(self.embed(tokens), views, memory, attend=attention.attend_cached)
         k, v = zip(*memory, strict=True)
-        return x, KVCache(k, v, start + tokens.shape[1])
+        return x[:, :, :length], KVCache(k, v, start + length)
 
     def _apply(
         self,
@@ -370,8 +391,11 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [D, ...] -> logits f32[V or draft vocabulary, ...]."""
-        head = self._head_of(self).astype(x.dtype)
-        return jnp.einsum("vd,d...->v...", head, x, preferred_element_type=jnp.float32)
+        head, columns = self._head_of(self).astype(x.dtype), x.reshape(x.shape[0], -1)
+        count = columns.shape[1]
+        columns = _pad_last(columns, padded_length(1, count))
+        logits = jnp.einsum("vd,dc->vc", head, columns, preferred_element_type=jnp.float32)
+        return logits[:, :count].reshape(-1, *x.shape[1:])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits f32[B, T, V] of tokens i32[B, T], without a cache."""

@@ -84,7 +84,7 @@ class Scorer:
     def __init__(self, pair: Pair, context: int):
         engine = pair.engine
         self.engine, self.params = engine, pair.weights.target
-        capacity = kv_cache.capacity_for(context + 32)
+        capacity = kv_cache.capacity_for(context + 16)
         cache = kv_cache.empty(engine.shape, 1, capacity, jnp.dtype(engine.dtype))
         if engine.placement is not None:
             cache = jax.device_put(cache, engine.placement.cache_shardings(engine.shape))

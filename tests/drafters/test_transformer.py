@@ -13,6 +13,7 @@ import pytest
 from drafters import kv_cache
 from drafters.shapes import Rope, TransformerShape
 from drafters.transformer import (
+    padded_length,
     params_of,
     stack_layers,
     unstack_layers,
@@ -175,3 +176,14 @@ def test_a_grown_cache_holds_the_same_tokens():
     _, small = step(PLAIN, tokens()[:, :5], kv_cache.empty(PLAIN, 2, 8, jnp.float32))
     logits, _ = step(PLAIN, tokens()[:, 5:10], kv_cache.grown(small, 16))
     np.testing.assert_allclose(logits, whole(PLAIN, tokens())[:, 5:10], atol=MODEL_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "padded"),
+    [
+        *[(1, 1, 1), (1, 2, 4), (1, 4, 4), (1, 5, 8), (1, 8, 8), (1, 9, 9)],
+        *[(2, 1, 2), (3, 1, 1), (4, 1, 1), (2, 3, 4)],
+    ],
+)
+def test_few_columns_are_padded_to_what_products_take_at_a_time(batch, length, padded):
+    assert padded_length(batch, length) == padded
