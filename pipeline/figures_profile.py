@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
+from drafters.shapes import TransformerShape
 from pipeline import figures
 from pipeline.collective_fit import predict_us
+from pipeline.core import artifacts
 from pipeline.latency import Predictor
 from pipeline.profile_artifact import Collective, Profile, Step
 
-_IN_WORDS = {
-    "fixed_us": "fixed: embedding, head, loop",
-    "layer_us": "per layer: kernels, norms",
-    "weights_us_per_mib": "reading weights",
-    "cache_us_per_mib": "reading the cache",
-    "arithmetic_us_per_mflop": "arithmetic",
-    "collectives_factor": "collectives",
-}
+_PARTS = (
+    "arithmetic and memory, on every chip",
+    "collectives of the layers",
+    "collectives of embedding and logits",
+    "the host, if steps are dispatched one by one",
+)
 
 
 def all_of(profile: Profile) -> dict[str, Figure]:
@@ -61,7 +63,9 @@ def collectives(profile: Profile, op: str = "all_reduce") -> Figure | None:
                 [predict_us(curve, one.payload_bytes) for one in cells],
                 **figures.series(index, marker=False),
             )
+    payloads = sorted({one.payload_bytes / 1024 for cells in series.values() for one in cells})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(payloads, [f"{kib:g}" for kib in payloads])
     axes.set_ylim(bottom=0)
     figures.legend(axes)
     return figure
@@ -82,7 +86,9 @@ def depth(profile: Profile) -> Figure | None:
     if len(found) < 2:
         return None
     figure, axes = figures.panel(
-        x="layers", y="decode step, ms", title="A decode step against depth"
+        x="layers; parameters are about equal",
+        y="decode step over all chips, ms",
+        title="A decode step against depth",
     )
     ordered = sorted(found.values(), key=lambda step: step.shape["num_layers"])
     layers = [step.shape["num_layers"] for step in ordered]
@@ -101,7 +107,7 @@ def depth(profile: Profile) -> Figure | None:
 
 
 def _name(axes: Any, text: str, at: tuple[float, float]) -> None:
-    axes.annotate(text, at, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8)
+    axes.annotate(text, at, xytext=(4, -12), textcoords="offset points", fontsize=8)
 
 
 def _drafters(profile: Profile) -> set[str]:
@@ -121,7 +127,7 @@ def scoring(profile: Profile) -> Figure | None:
     figure, axes = figures.panel(
         x="tokens T scored in one pass",
         y="pass, ms",
-        title=f"{profile.target}: scoring T tokens costs hardly more than one",
+        title=f"{profile.target}: scoring T tokens in one pass",
     )
     for index, ((batch, context), steps) in enumerate(sorted(curves.items())):
         steps = sorted(steps, key=lambda step: step.tokens)
@@ -137,29 +143,46 @@ def scoring(profile: Profile) -> Figure | None:
 
 @figures.styled()
 def where_time_goes(profile: Profile) -> Figure | None:
-    """A decode step of each model over all chips: the latency model's parts beside what was measured."""
-    predictor, steps = Predictor.of(profile), _decode_steps(profile)
-    if predictor is None or not steps:
+    """A decode step of each model over all chips: arithmetic, collectives, and what dispatch adds."""
+    steps = {m: s for m, s in _decode_steps(profile).items() if s.layer_collective_us is not None}
+    if not steps:
         return None
     figure, axes = figures.panel(
         x="us per decode step, all chips", y="", title="Where a decode step's time goes"
     )
-    names = list(steps)
-    split = [predictor.like(step).parts_us for step in steps.values()]
-    left = [0.0] * len(names)
-    for index, (term, label) in enumerate(_IN_WORDS.items()):
-        widths = [parts[term] for parts in split]
-        if max(widths) <= 0:
-            continue
-        axes.barh(names, widths, left=left, label=label, color=figures.color(index), height=0.6)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    measured = [1e3 * step.latency_ms.p50 for step in steps.values()]
-    axes.plot(measured, names, linestyle="", marker="|", markersize=16, color=figures.INK,
-              label="measured")  # fmt: skip
+    names, left = list(steps), np.zeros(len(steps))
+    parts = np.array([_parts_us(step, _single_us(profile, step)) for step in steps.values()]).T
+    for index, (label, widths) in enumerate(zip(_PARTS, parts, strict=True)):
+        if widths.max() > 0:
+            axes.barh(names, widths, left=left, label=label, color=figures.color(index), height=0.6)
+        left += widths
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    figures.legend(axes)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.2)}
+    figures.legend(axes, **below)
     return figure
+
+
+def _parts_us(step: Step, single_us: float) -> tuple[float, float, float, float]:
+    """Microseconds of `_PARTS`."""
+    fused = 1e3 * step.latency_ms.p50
+    in_layers = step.shape["num_layers"] * (step.layer_collective_us or 0.0)
+    counts = artifacts.from_json(step.shape, TransformerShape).collectives(step.chips_per_copy)
+    at_ends = in_layers * (counts.embedding + counts.logits) / max(1, counts.layers)
+    return fused - in_layers - at_ends, in_layers, at_ends, max(0.0, single_us - fused)
+
+
+def _single_us(profile: Profile, fused: Step) -> float:
+    """The same step dispatched by itself; 0 if that was not measured."""
+    found = (
+        1e3 * step.latency_ms.p50
+        for step in profile.steps
+        if dataclasses.replace(step, dispatch="fused", latency_ms=fused.latency_ms,
+                               bandwidth_utilisation=fused.bandwidth_utilisation,
+                               flop_utilisation=fused.flop_utilisation) == fused
+        and step.dispatch == "single"
+    )  # fmt: skip
+    return next(found, 0.0)
 
 
 def _decode_steps(profile: Profile) -> dict[str, Step]:

@@ -6,12 +6,16 @@ inference):
 
     time = weights x bytes of weights + cache x bytes of the cache + arithmetic x flops
          + collectives x sum over collectives of (alpha + beta x bytes)
-         + layer x layers + fixed
+         + layer x layers + matrix x layers, if there is more than one column + fixed
 
 with nonnegative coefficients, since none of these gives time back. They are sums and not the maxima of a
-roofline: at a batch of one a chip waits for each in turn. Bytes and flops are those of one chip. Chips of a
-host platform share its cores: where more of them work than there are cores, they take turns, and all but
-the collectives, which were measured on the same cores, counts as often as chips share a core.
+roofline: at a batch of one a chip waits for each in turn. A single column is multiplied by vector and not
+by matrix instructions, which compilers start at another price. Bytes and flops are those of one chip. Chips
+of a host platform share its cores: where more of them work than there are cores, they take turns, and all
+but the collectives, which were measured on the same cores, counts as often as chips share a core.
+
+Steps whose collectives were removed are fitted too: without them what a layer costs by itself and what
+its collectives cost would go up and down together.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ TERMS = (
     "arithmetic_us_per_mflop",
     "collectives_factor",
     "layer_us",
+    "matrix_layer_us",
     "fixed_us",
 )
 GOOD_MEDIAN, GOOD_WORST = 0.10, 0.25
@@ -86,6 +91,7 @@ def features(work: Work, machine: Machine) -> np.ndarray:
             turns * work.flops / 1e6,
             collectives,
             turns * work.layers,
+            turns * work.layers * (work.columns > 1),
             turns,
         ]
     )
@@ -119,38 +125,33 @@ def held_out_errors(rows: np.ndarray, times_us: np.ndarray, groups: Sequence[obj
     return errors
 
 
-def fit(steps: Sequence[Step], machine: Machine) -> LatencyModel | None:
-    """The model of measured, fused passes; None if there are no two shapes to tell terms by.
+class Observation(NamedTuple):
+    """A measured pass: its work, its time, and the shape that it is of."""
 
-    Every shape is left out once, and the errors are of the passes of shapes left out. The terms are those
+    work: Work
+    us: float
+    shape: TransformerShape
+
+
+def fit(observed: Sequence[Observation], machine: Machine) -> LatencyModel | None:
+    """The model of measured steps; None if there are no two shapes to tell terms by.
+
+    Every shape is left out once, and the errors are of the steps of shapes left out. The terms are those
     of all steps.
     """
-    used = [s for s in steps if s.dispatch == "fused" and s.source == "measured"]
-    shapes = [_shape(step) for step in used]
+    shapes = [one.shape for one in observed]
     if len(set(shapes)) < 2:
         return None
-    rows = np.array([features(_work(s, machine), machine) for s in used])
-    times_us = np.array([1e3 * step.latency_ms.p50 for step in used])
+    rows = np.array([features(one.work, machine) for one in observed])
+    times_us = np.array([one.us for one in observed])
     errors = held_out_errors(rows, times_us, shapes)
     return LatencyModel(
         terms=dict(zip(TERMS, map(float, fit_terms(rows, times_us)), strict=True)),
-        fitted_steps=len(used),
+        fitted_steps=len(observed),
         held_out_steps=len(errors),
         median_error=float(np.median(errors)),
         worst_error=float(errors.max()),
     )
-
-
-def _shape(step: Step) -> TransformerShape:
-    return artifacts.from_json(step.shape, TransformerShape)
-
-
-def _work(step: Step, machine: Machine) -> Work:
-    one = Pass(
-        step.batch, step.tokens, step.context, step.capacity, last_only=step.phase == "prefill"
-    )
-    busy = step.chips_per_copy if step.placement == "leader" else step.chips
-    return work_of(_shape(step), step.chips_per_copy, busy, one, machine.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,7 +212,13 @@ class Predictor:
 
     def like(self, step: Step) -> Prediction:
         """The same pass as a measured one."""
-        return self._of(_work(step, self.machine))
+        one = Pass(step.batch, step.tokens, step.context, step.capacity, step.phase == "prefill")
+        return self.step(
+            artifacts.from_json(step.shape, TransformerShape),
+            one,
+            chips_per_copy=step.chips_per_copy,
+            placement=step.placement,
+        )
 
     def _of(self, work: Work) -> Prediction:
         terms = np.array([self.model.terms[name] for name in TERMS])

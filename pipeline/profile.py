@@ -190,9 +190,9 @@ class _Stage:
                 times |= step_times.measure(plan, some, watch, store, _shown(bar))
         outliers = sum(timed.outliers for timed in times.values())
         layers = profile_results.layers(plan, times, machine)
-        steps = profile_results.steps(cells, times, layers, mesh, dtype)
+        steps = profile_results.steps(cells, times, mesh, dtype)
         rounds = profile_results.rounds(plan, steps, times, machine)
-        model = latency.fit(steps, machine)
+        model = latency.fit(profile_results.observations(cells, times, machine), machine)
         unexpected = profile_results.unexpected_collectives(cells, times)
         return Profile(
             lineage=self._lineage,

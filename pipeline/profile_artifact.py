@@ -111,7 +111,8 @@ class Step:
       batch, tokens, context, capacity: B rows, T new tokens each behind `context` others, room for S.
       dispatch: "fused" in one compiled loop, or "single" calls from the host.
       collectives_per_layer: as counted in the compiled program.
-      layer_collective_us: time of one layer's collectives: with them less without; None if not measured.
+      layer_collective_us: time of one layer's collectives: the step with all of them less without, shared
+        among them; None if not measured.
       bandwidth_utilisation: bytes that must be read / time / the chips' peak.
       flop_utilisation: likewise of arithmetic.
       width_utilisation: the share of a chip's matrix tiles that its weights fill (`pipeline.work`).
@@ -162,11 +163,12 @@ class Round:
 
     Attributes:
       drafter: a name of the config; "" for plain decoding, with k = 0.
-      draft_ms: of the drafter's k passes where the placement drafts; score_ms: of the pass over k + 1 tokens.
+      draft_ms: of the drafter's k passes where the placement drafts, the first over two tokens; score_ms: of
+        the pass over k + 1 tokens.
       broadcast_us: of the turn's integers; 0 if every chip drafts.
       round_ms: the whole, with draws, verdict, rollback and broadcast.
-      source: "predicted" where only other K were timed: the parts of this K, and of the whole what is no
-        part, interpolated over K.
+      source: "predicted" from its parts and from what other rounds at the same place, of other K or another
+        drafter, took beyond theirs.
     """
 
     drafter: str

@@ -31,12 +31,14 @@ class Grid:
     Attributes:
       tokens: T of the target's passes: 1 is a decode step, K + 1 scores K drafts.
       contexts, batches: of all passes and rounds.
-      drafter_tokens: T of the drafters' passes.
+      drafter_tokens: T of the drafters' passes: a round begins with 2 and goes on with 1.
       prompts: tokens of prompts that are taken in at once.
       chips_per_copy: drafters in copies of so many chips side by side, beside one over all chips.
       leader: drafters on the first chip alone, too.
       drafts: K of the rounds.
-      timed_drafts: those K that are timed, () for all; the others are predicted from them.
+      timed_drafts: those K that are timed, () for all.
+      timed_drafters: those whose rounds are timed, () for all. Other rounds are predicted: they have their
+        own passes, and beside them what the timed ones take at the same place.
       rules: of the rounds.
       temperature, top_p: of the rounds: filters take time.
       layer_tokens: T at which the target's collectives are removed and its depth is changed.
@@ -48,19 +50,20 @@ class Grid:
     tokens: tuple[int, ...] = (1, 2, 4, 6, 8)
     contexts: tuple[int, ...] = (256,)
     batches: tuple[int, ...] = (1,)
-    drafter_tokens: tuple[int, ...] = (1,)
+    drafter_tokens: tuple[int, ...] = (1, 2)
     prompts: tuple[int, ...] = (256,)
     chips_per_copy: tuple[int, ...] = ()
     leader: bool = True
     drafts: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
-    timed_drafts: tuple[int, ...] = (1, 7)
+    timed_drafts: tuple[int, ...] = ()
+    timed_drafters: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ("token",)
     temperature: float = 0.8
     top_p: float = 0.95
     layer_tokens: tuple[int, ...] = (1,)
     shallow: int = 0
     shapes: tuple[Subject, ...] = ()
-    sampling: Sampling = Sampling()  # noqa: RUF009 frozen
+    sampling: Sampling = Sampling()
 
     def __post_init__(self):
         for name in ("tokens", "contexts", "batches", "drafter_tokens", "drafts", "rules"):
@@ -80,11 +83,6 @@ class Grid:
         ):
             if unknown := sorted(set(inner) - set(outer)):
                 raise ValueError(f"Grid.{name} holds {unknown[0]}, which is none of {outer}")
-
-    @property
-    def timed(self) -> tuple[int, ...]:
-        """K whose rounds are timed."""
-        return self.timed_drafts or self.drafts
 
     def capacity(self, context: int) -> int:
         """S of all caches behind `context` tokens: one for all, since attention reads all of it."""
@@ -222,6 +220,11 @@ class Plan:
             )
         for count in self.grid.chips_per_copy:
             self.topology.axes_of(count)
+        known = [model.name for model in self.drafters]
+        if unknown := sorted(set(self.grid.timed_drafters) - set(known)):
+            raise UserError(
+                f"Grid.timed_drafters names {unknown[0]!r}; the profile's drafters are {known}"
+            )
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -287,15 +290,27 @@ class Plan:
         return cells
 
     def other_steps(self) -> list[StepCell]:
-        """Passes of drafters in every place, and of the other shapes."""
+        """Passes of drafters in every place, without collectives too, and of the other shapes."""
         tried = [(model, seat) for model in self.drafters for seat in self.seats]
         tried += [(model, self.everywhere) for model in self.others]
-        return [
+        cells = [
             self.pass_of(model, seat, batch, tokens, context)
             for (model, seat), batch, context, tokens in itertools.product(
                 tried, self.grid.batches, self.grid.contexts, self.grid.drafter_tokens
             )
         ]
+        return [*cells, *self._removed()]
+
+    def _removed(self) -> list[StepCell]:
+        """The drafters' decode steps over all chips without collectives."""
+        if self.topology.num_chips == 1:
+            return []
+        batch, context = self.grid.batches[0], self.grid.contexts[0]
+        steps = [
+            self.pass_of(model, self.everywhere, batch, 1, context)
+            for model in (*self.drafters, *self.others)
+        ]
+        return [dataclasses.replace(step, apart=True) for step in steps]
 
     def pass_of(self, model: Model, seat: Seat, batch: int, tokens: int, context: int) -> StepCell:
         """A pass over T = `tokens` behind `context` others."""
@@ -310,9 +325,15 @@ class Plan:
             phase="decode" if tokens == 1 else "score",
         )
 
+    def is_timed(self, drafter: str) -> bool:
+        """Whether rounds of this drafter are timed."""
+        names = self.grid.timed_drafters
+        return not names or drafter in (*names, NGRAM)
+
     def rounds(self) -> list[RoundCell]:
         """Rounds that are timed; plain decoding first."""
-        return list(self._rounds(self.grid.timed))
+        timed = self._rounds(self.grid.timed_drafts or self.grid.drafts)
+        return [cell for cell in timed if not cell.k or self.is_timed(cell.drafter)]
 
     def all_rounds(self) -> list[RoundCell]:
         """Rounds that are timed or predicted."""

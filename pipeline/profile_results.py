@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from pipeline import latency
 from pipeline.core import artifacts
 from pipeline.latency import Machine
 from pipeline.profile_artifact import Layer, ProfiledTopology, Quantiles, Round, Step
 from pipeline.profile_grid import Plan, RoundCell, Seat, StepCell
 from pipeline.step_times import Timed
-from pipeline.work import Pass, width_utilisation, work_of
+from pipeline.work import Pass, Work, width_utilisation, without_collectives, work_of
 
 Times = Mapping[str, Timed]  # by the cell's key
 
@@ -27,27 +29,21 @@ _TOLERATED = 0.25  # disagreement of a layer's collectives with the fit that is 
 def steps(
     cells: Iterable[StepCell],
     times: Times,
-    layers: Sequence[Layer],
     mesh: ProfiledTopology,
     dtype: str,
 ) -> tuple[Step, ...]:
     """A step of every cell whose collectives are in place, fused, and singly where that was measured."""
     return tuple(
-        step
-        for cell in cells
-        if not cell.apart
-        for step in _steps(cell, times, layers, mesh, dtype)
+        step for cell in cells if not cell.apart for step in _steps(cell, times, mesh, dtype)
     )
 
 
-def _steps(
-    cell: StepCell, times: Times, layers: Sequence[Layer], mesh: ProfiledTopology, dtype: str
-) -> Iterator[Step]:
+def _steps(cell: StepCell, times: Times, mesh: ProfiledTopology, dtype: str) -> Iterator[Step]:
     timed = times[cell.key]
-    for dispatch, latency in (("fused", timed.fused), ("single", timed.single)):
-        if latency is None:
+    for dispatch, found in (("fused", timed.fused), ("single", timed.single)):
+        if found is None:
             continue
-        bandwidth, flops = _utilisation(cell, latency.p50, mesh, dtype)
+        bandwidth, flops = _utilisation(cell, found.p50, mesh, dtype)
         yield Step(
             model=cell.model,
             shape=artifacts.to_json(cell.shape),
@@ -60,9 +56,9 @@ def _steps(
             capacity=cell.capacity,
             phase=cell.phase,
             dispatch=dispatch,
-            latency_ms=latency,
+            latency_ms=found,
             collectives_per_layer=_per_layer(cell, timed),
-            layer_collective_us=_layer_collective_us(cell, layers),
+            layer_collective_us=_layer_collective_us(cell, times),
             bandwidth_utilisation=bandwidth,
             flop_utilisation=flops,
             source="measured",
@@ -76,15 +72,35 @@ def pass_of(cell: StepCell) -> Pass:
     return Pass(cell.batch, cell.tokens, cell.context, cell.capacity, last_only)
 
 
+def work_of_cell(cell: StepCell, chips: int, dtype: str) -> Work:
+    """What a cell's pass must do on a mesh of `chips`."""
+    busy = 1 if cell.seat.placement == "leader" else chips
+    work = work_of(cell.shape, cell.seat.chips, busy, pass_of(cell), dtype)
+    return without_collectives(work) if cell.apart else work
+
+
+def observations(
+    cells: Iterable[StepCell], times: Times, machine: Machine
+) -> list[latency.Observation]:
+    """Steps that a latency model is fitted to: all but prompts, which arithmetic alone bounds."""
+    return [
+        latency.Observation(
+            work=work_of_cell(cell, machine.chips, machine.dtype),
+            us=1e3 * times[cell.key].fused.p50,
+            shape=cell.shape,
+        )
+        for cell in cells
+        if cell.phase != "prefill"
+    ]
+
+
 def _utilisation(
     cell: StepCell, ms: float, mesh: ProfiledTopology, dtype: str
 ) -> tuple[float, float]:
     """Of bandwidth and arithmetic, of the chips that work; a host's chips draw from one memory."""
-    leads = cell.seat.placement == "leader"
-    busy = 1 if leads else mesh.num_chips
-    work = work_of(cell.shape, cell.seat.chips, busy, pass_of(cell), dtype)
-    chips = mesh.num_chips if mesh.platform == "cpu" else busy
-    per_s = busy * 1e3 / ms / chips
+    work = work_of_cell(cell, mesh.num_chips, dtype)
+    chips = mesh.num_chips if mesh.platform == "cpu" else work.busy
+    per_s = work.busy * 1e3 / ms / chips
     read = work.weight_bytes + work.cache_bytes
     return per_s * read / mesh.hbm_bytes_per_s, per_s * work.flops / mesh.flop_per_s
 
@@ -98,14 +114,15 @@ def _per_layer(cell: StepCell, timed: Timed) -> float:
     )
 
 
-def _layer_collective_us(cell: StepCell, layers: Sequence[Layer]) -> float | None:
-    found = (
-        layer.collective_us
-        for layer in layers
-        if (layer.model, layer.tokens, layer.batch) == (cell.model, cell.tokens, cell.batch)
-        and cell.phase != "prefill"
-    )
-    return next(found, None)
+def _layer_collective_us(cell: StepCell, times: Times) -> float | None:
+    """Of one layer: the step with its collectives less without, which has those of embedding and head too."""
+    without = times.get(dataclasses.replace(cell, apart=True).key)
+    if without is None:
+        return None
+    counts = cell.shape.collectives(cell.seat.chips)
+    share = counts.layers / sum(counts)
+    removed_ms = times[cell.key].fused.p50 - without.fused.p50
+    return 1e3 * share * removed_ms / cell.shape.num_layers
 
 
 def unexpected_collectives(cells: Iterable[StepCell], times: Times) -> Iterator[str]:
@@ -158,7 +175,7 @@ def _layer(plan: Plan, cells: Sequence[StepCell], times: Times, machine: Machine
 
 def _expected_us(cell: StepCell, machine: Machine) -> float:
     chips, shape = cell.seat.chips, cell.shape
-    work = work_of(shape, chips, chips, pass_of(cell), machine.dtype)
+    work = work_of_cell(cell, chips, machine.dtype)
     per_layer = shape.collectives(chips).layers / shape.num_layers
     return per_layer * machine.collective_us("all_reduce", chips, work.reduce_bytes)
 
@@ -219,7 +236,10 @@ class _Parts:
     def _parts(self, cell: RoundCell) -> tuple[float, float, float]:
         """Milliseconds of k drafter passes and of scoring k + 1 tokens, microseconds of the broadcast."""
         score = self._step_ms(self._plan.target.name, self._plan.everywhere, cell, cell.k + 1)
-        draft = cell.k * self._step_ms(cell.drafter, cell.seat, cell, 1) if cell.shape else 0.0
+        draft = 0.0
+        if cell.shape:  # two tokens may be pending when a round begins
+            one, two = (self._step_ms(cell.drafter, cell.seat, cell, tokens) for tokens in (1, 2))
+            draft = two + (cell.k - 1) * one
         return draft, score, self._broadcast_us(cell)
 
     def _step_ms(self, model: str, seat: Seat, cell: RoundCell, tokens: int) -> float:
@@ -241,29 +261,33 @@ class _Parts:
         return self._machine.collective_us("all_reduce", chips, 4 * integers)
 
     def _predicted(self, cell: RoundCell, times: Times) -> Quantiles:
-        """The parts of this K, and what the timed rounds took beyond theirs."""
-        alike = [c for c in self._plan.rounds() if _same_way(c, cell) and c.key in times]
-        beyond, spread = {}, {}
-        for other in alike:
-            found = times[other.key].fused
-            beyond[other.k] = found.p50 - self._sum(other)
-            spread[other.k] = np.array([found.p10, found.p90]) / found.p50
-        ms = self._sum(cell) + _line(cell.k, beyond)
-        nearest = min(spread, key=lambda k: abs(k - cell.k))
-        low, high = (float(factor) for factor in spread[nearest])
-        return Quantiles(p10=ms * low, p50=ms, p90=ms * high)
+        """The parts of this K, and what timed rounds took beyond theirs."""
+        beyond: dict[int, list[float]] = {}
+        spread: dict[int, Quantiles] = {}
+        for other in self._plan.rounds():
+            if self._tells_of(other, cell):
+                found = times[other.key].fused
+                beyond.setdefault(other.k, []).append(found.p50 - self._sum(other))
+                spread[other.k] = found
+        ms = self._sum(cell) + _line(
+            cell.k, {k: float(np.mean(all_)) for k, all_ in beyond.items()}
+        )
+        nearest = spread[min(spread, key=lambda k: abs(k - cell.k))]
+        factor = ms / nearest.p50
+        return Quantiles(p10=nearest.p10 * factor, p50=ms, p90=nearest.p90 * factor)
+
+    def _tells_of(self, timed: RoundCell, cell: RoundCell) -> bool:
+        """Whether a timed round tells what another takes beyond its passes; plain decoding does, at K = 0."""
+        if (timed.batch, timed.context) != (cell.batch, cell.context):
+            return False
+        own = timed.drafter == cell.drafter or (
+            timed.shape is not None and not self._plan.is_timed(cell.drafter)
+        )
+        return not timed.k or (own and (timed.seat, timed.rule) == (cell.seat, cell.rule))
 
     def _sum(self, cell: RoundCell) -> float:
         draft, score, broadcast = self._parts(cell)
         return draft + score + broadcast / 1e3
-
-
-def _same_way(timed: RoundCell, cell: RoundCell) -> bool:
-    """Whether both are rounds of the same way to decode; plain decoding is the end of every way."""
-    if (timed.batch, timed.context) != (cell.batch, cell.context):
-        return False
-    way = (timed.drafter, timed.seat, timed.rule)
-    return not timed.k or way == (cell.drafter, cell.seat, cell.rule)
 
 
 def _line(at: int, points: Mapping[int, float]) -> float:

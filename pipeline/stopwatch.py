@@ -94,27 +94,26 @@ class Stopwatch:
         programs = _compiled(parts, read)
         loops = {key: self._loops(part) for key, part in parts.items()}
         found = {key: Samples(program=programs[key]) for key in parts}
-        longest = max(each * ms for each, ms in loops.values()) / 1e3
-        rounds = max(self._sampling.samples, int(self._sampling.seconds / max(longest, 1e-9)))
-        rounds = min(rounds, 10 * self._sampling.samples)
         gc.collect()
-        for _ in range(rounds):
-            self._in_turn(parts, loops, singly, found)
+        waiting = list(parts)
+        while waiting:
+            for key in self._random.sample(waiting, len(waiting)):
+                self._meter.tick()
+                found[key].fused.append(sample_ms(parts[key], loops[key]))
+                if key in singly:
+                    found[key].single.append(_dispatched_ms(parts[key], loops[key]))
+            waiting = [key for key in waiting if not self._is_done(found[key].fused, loops[key])]
         return found
 
-    def _in_turn(self, parts: Mapping, loops: Mapping, singly: Sequence, found: dict) -> None:
-        for key in self._random.sample(list(parts), len(parts)):
-            self._meter.tick()
-            times, _ = loops[key]
-            found[key].fused.append(sample_ms(parts[key], times))
-            if key in singly:
-                found[key].single.append(_dispatched_ms(parts[key], times))
-
-    def _loops(self, part: Part) -> tuple[int, float]:
-        """How often a sample repeats the part, and about how long each takes."""
-        sample_ms(part, 1)
+    def _loops(self, part: Part) -> int:
+        """How often a sample repeats the part."""
+        sample_ms(part, 1)  # the first call loads the program
         ms = min(sample_ms(part, 1), sample_ms(part, 1))
-        return max(1, min(part.most, math.ceil(self._sampling.sample_ms / ms))), ms
+        return max(1, min(part.most, math.ceil(self._sampling.sample_ms / ms)))
+
+    def _is_done(self, samples: Sequence[float], loops: int) -> bool:
+        spent_s = sum(samples) * loops / 1e3
+        return len(samples) >= self._sampling.samples and spent_s >= self._sampling.seconds
 
 
 def _compiled(parts: Mapping[Key, Part], read: Sequence[Key]) -> dict[Key, str]:

@@ -67,6 +67,7 @@ class Work:
       chips: that share one copy of the model.
       busy: chips that work at the same time, copies included.
       layers: of the model.
+      columns: B T of the activations.
       weight_bytes, cache_bytes, flops: of one busy chip; the cache as far as it must be read.
       capacity_bytes: of the cache's whole capacity, which a masked attention does read.
       reduces, reduce_bytes: all-reduces, and the payload [D, B, T] of one.
@@ -76,6 +77,7 @@ class Work:
     chips: int
     busy: int
     layers: int
+    columns: int
     weight_bytes: float
     cache_bytes: float
     capacity_bytes: float
@@ -98,6 +100,7 @@ def work_of(shape: TransformerShape, chips: int, busy: int, one: Pass, dtype: st
         chips=chips,
         busy=busy,
         layers=shape.num_layers,
+        columns=one.columns,
         weight_bytes=share.read_params() * size,
         cache_bytes=positions * (one.context + one.tokens),
         capacity_bytes=positions * one.capacity,
@@ -107,6 +110,11 @@ def work_of(shape: TransformerShape, chips: int, busy: int, one: Pass, dtype: st
         gathers=counts.logits,
         gather_bytes=share.logits_size * one.scored * _LOGITS_BYTES,
     )
+
+
+def without_collectives(work: Work) -> Work:
+    """The same arithmetic, and nobody to talk to."""
+    return dataclasses.replace(work, reduces=0, gathers=0)
 
 
 def held_bytes(shape: TransformerShape, chips: int, batch: int, capacity: int, dtype: str) -> int:

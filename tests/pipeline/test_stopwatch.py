@@ -1,0 +1,101 @@
+"""Samples in turns, of parts that take no time but what they say."""
+
+import types
+
+import numpy as np
+import pytest
+
+from pipeline import stopwatch
+from pipeline.noise import NoiseMeter
+from pipeline.stopwatch import Sampling, Stopwatch
+
+
+class Clock:
+    """Time passes only when a part runs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Worker:
+    """A part that takes `ms` per repetition and `call_ms` per call."""
+
+    def __init__(self, clock, ms, call_ms=0.0, most=1000, log=None):
+        self._clock, self._ms, self._call_ms, self.most = clock, ms, call_ms, most
+        self.calls, self._log = [], log if log is not None else []
+
+    def lower(self):
+        text = "ENTRY %main {\n  %a = f32[] all-reduce(%x), to_apply=%sum\n}\n"
+        compiled = types.SimpleNamespace(as_text=lambda: text)
+        return types.SimpleNamespace(compile=lambda: compiled)
+
+    def run(self, times):
+        self.calls.append(times)
+        self._log.append(self)
+        self._clock.now += (times * self._ms + self._call_ms) / 1e3
+        return np.zeros(())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("serving.timing.time", clock)
+    monkeypatch.setattr(stopwatch, "time", clock)
+    return clock
+
+
+def measured(parts, **kwargs):
+    sampling = Sampling(sample_ms=50.0, samples=5, seconds=0.4)
+    return Stopwatch(sampling, NoiseMeter()).measure(parts, **kwargs)
+
+
+def test_short_work_is_repeated_until_a_sample_is_long(clock):
+    parts = {"short": Worker(clock, 0.5), "long": Worker(clock, 200.0)}
+    found = measured(parts)
+    assert max(parts["short"].calls) == 100
+    assert set(parts["long"].calls) == {1}
+    np.testing.assert_allclose(found["short"].fused, 0.5)
+    np.testing.assert_allclose(found["long"].fused, 200.0)
+
+
+def test_a_cell_is_sampled_until_its_time_is_used_but_at_least_so_often(clock):
+    found = measured({"short": Worker(clock, 9.9), "long": Worker(clock, 500.0)})
+    assert len(found["short"].fused) == 7  # of 6 x 9.9 ms
+    assert len(found["long"].fused) == 5
+
+
+def test_a_call_repeats_no_more_than_there_is_room_for(clock):
+    part = Worker(clock, 1.0, most=7)
+    measured({"part": part})
+    assert max(part.calls) == 7
+
+
+def test_the_host_is_told_from_the_device_by_single_calls(clock):
+    part = Worker(clock, 2.0, call_ms=3.0)
+    found = measured({"part": part}, singly=["part"])["part"]
+    np.testing.assert_allclose(found.single, 5.0)
+    assert np.median(found.fused) < 2.4
+
+
+def test_cells_take_turns(clock):
+    log = []
+    parts = {name: Worker(clock, 40.0, log=log) for name in "abc"}
+    measured(parts)
+    sampled = log[9:]  # three calls each before the first sample
+    for first in range(0, len(sampled) - 2, 3):
+        assert len(set(sampled[first : first + 3])) == 3
+
+
+def test_programs_are_read_only_where_that_is_asked(clock):
+    found = measured({"a": Worker(clock, 1.0), "b": Worker(clock, 1.0)}, read=["a"])
+    assert "all-reduce" in found["a"].program
+    assert not found["b"].program
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 2}, {"sample_ms": 0.0}, {"seconds": -1.0}])
+def test_settings_are_checked(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)
