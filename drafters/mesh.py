@@ -102,7 +102,7 @@ class Topology:
             )
         return self.mesh_of(devices[: self.num_chips])
 
-    def mesh_of(self, devices: Sequence[jax.Device]) -> Mesh:
+    def mesh_of(self, devices: Sequence[Any]) -> Mesh:
         """The mesh of these `num_chips` devices, which may be attached or known to a compiler only."""
         kinds = (AxisType.Auto,) * len(self.axes)
         if self.platform == "cpu":  # host devices have no coordinates to arrange
