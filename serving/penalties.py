@@ -84,6 +84,8 @@ def _bias(requests: Sequence[SamplingParams], num_tokens: int) -> Array:
                         f"use ids below {num_tokens}"
                     )
                 row[token] = value
+        if not np.any(row > -math.inf):
+            raise UserError("banned_tokens and logit_bias leave no token to emit: ban fewer")
     return jnp.asarray(bias)
 
 

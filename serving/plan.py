@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pipeline.core import artifacts
-from pipeline.core.errors import UserError
-from pipeline.core.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,51 +113,3 @@ class Choice:
             raise ValueError(
                 f"Choice.leader drafts on one chip; chips_per_copy = {self.chips_per_copy} must be 1"
             )
-
-
-def choice_of(run_dir: str, configured: Choice | None, k: int | None) -> Choice:
-    """What to serve: the config's choice if it makes one, else the run directory's plan.
-
-    Args:
-      run_dir: where plan.json is.
-      configured: the config's choice.
-      k: the command line's number of drafts, which overrides either.
-
-    Raises:
-      UserError: neither names a drafter, and k is not 0.
-    """
-    if configured is None:
-        configured = _planned(run_dir, k)
-    if k is not None and k < 0:
-        raise UserError(f"--k={k} must be at least 0; 0 is plain decoding")
-    if k is None:
-        k = configured.k if configured.drafter else 0
-    if k and not configured.drafter:
-        raise UserError(
-            f"--k={k} needs a drafter, and none was chosen: bind Choice.drafter to a model, to 'ngram', "
-            "or decode plainly with --k=0"
-        )
-    return Choice(
-        drafter=configured.drafter if k else "",
-        k=k,
-        rule=configured.rule,
-        chips_per_copy=configured.chips_per_copy,
-        leader=configured.leader,
-    )
-
-
-def _planned(run_dir: str, k: int | None) -> Choice:
-    path = RunDir.at(run_dir).plan
-    if not path.exists():
-        if k == 0:
-            return Choice(k=0)
-        raise UserError(
-            f"{path} does not exist: run python -m pipeline.codesign first, choose a drafter in the "
-            "config (sps.choice), or decode plainly with --k=0"
-        )
-    plan = artifacts.read(path, Plan)
-    leader = plan.placement == "leader"
-    copy = 1 if leader else plan.chips_per_copy
-    return Choice(
-        drafter=plan.drafter, k=plan.k, rule=plan.rule, chips_per_copy=copy, leader=leader
-    )

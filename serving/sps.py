@@ -25,9 +25,10 @@ from pipeline.core import config
 from pipeline.core.errors import UserError, run_cli
 from pipeline.core.run_dir import atomic_open
 from serving import compare, show
+from serving.choosing import choice_of
 from serving.decode import Answer, Prompt, decode_all
 from serving.pair import Pair, load
-from serving.plan import Choice, choice_of
+from serving.plan import Choice
 from serving.sampling import SamplingParams
 
 SETTINGS = (Topology, Choice, SamplingParams)
@@ -87,7 +88,7 @@ def sps(
     job = job or Job(lines=())
     defaults = SamplingParams.from_json(overrides or {}, sampling)
     topology.prepare()
-    pair = load(run_dir, topology, target, choice_of(run_dir, choice, k))
+    pair = load(run_dir, topology, target, choice_of(run_dir, target, choice, k))
     if dry_run:
         sys.stdout.write(describe(pair, topology) + "\n")
         return 0

@@ -8,7 +8,7 @@ import pytest
 
 from drafters.mesh import Topology
 from drafters.shapes import TransformerShape
-from pipeline import decision
+from pipeline import decision, figures_codesign
 from pipeline.acceptance import constant_curve
 from pipeline.acceptance_artifact import Acceptance, Interval, Result
 from pipeline.candidates import Forecast, Option, Traffic, chip_bytes, loops
@@ -17,12 +17,30 @@ from pipeline.confirmation import Confirm, Confirmation, Played
 from pipeline.core import artifacts
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import RunDir
-from pipeline.profile_artifact import Profile, ProfiledTopology, Quantiles, Round
+from pipeline.latency import TERMS
+from pipeline.profile_artifact import (
+    LatencyModel,
+    Profile,
+    ProfiledTopology,
+    Quantiles,
+    Round,
+    Step,
+)
 from pipeline.trials import Trial
-from serving.plan import Plan, choice_of
+from pipeline.unseen_shapes import ShapeGrid
+from serving.choosing import choice_of
+from serving.plan import Plan
 
 PLAIN_MS = 20.0
 LINEAGE = artifacts.Lineage(config="", seed=0, versions={}, machine=artifacts.this_machine())
+
+
+@pytest.fixture(autouse=True)
+def _quiet(request, monkeypatch):
+    """Drawing takes longer than deciding."""
+    if "figures" not in request.node.name:
+        monkeypatch.setattr("pipeline.figures_codesign.all_of", lambda *_: {})
+        monkeypatch.setattr("pipeline.report.update", lambda _: None)
 
 
 def round_of(drafter: str, k: int, ms: float, **changes) -> Round:
@@ -115,7 +133,7 @@ def test_a_fast_drafter_that_is_accepted_is_chosen(tmp_path):
     assert plan.details["gain"]["low"] > 1
     assert {one.k for one in plan.candidates} == set(range(8))
     assert plan.predicted == plan.candidates[0].predicted
-    assert choice_of(str(tmp_path), None, None).k == plan.k
+    assert choice_of(str(tmp_path), plan.target, None, None).k == plan.k
 
 
 def test_a_drafter_as_slow_as_the_target_does_not_pay(tmp_path):
@@ -125,7 +143,7 @@ def test_a_drafter_as_slow_as_the_target_does_not_pay(tmp_path):
     assert plan.predicted.ms_per_token == pytest.approx(PLAIN_MS)
     assert "Nothing beats plain decoding" in plan.reason
     assert plan.details["tipping_points"]["round_ms"] < 2 * PLAIN_MS
-    assert choice_of(str(tmp_path), None, None).k == 0
+    assert choice_of(str(tmp_path), plan.target, None, None).k == 0
 
 
 def test_drafts_that_are_never_accepted_do_not_pay(tmp_path):
@@ -193,7 +211,7 @@ def test_placements_compete(tmp_path):
     ]
     plan = decided(tmp_path, profile_of(PLAIN, *timed), result("wide", 0.85))
     assert (plan.placement, plan.chips_per_copy) == ("sharded", 4)
-    choice = choice_of(str(tmp_path), None, None)
+    choice = choice_of(str(tmp_path), plan.target, None, None)
     assert (choice.chips_per_copy, choice.leader) == (4, False)
 
 
@@ -334,6 +352,99 @@ def test_gain_is_of_pairs_and_its_interval_holds_it():
     assert gain.low < gain.value < gain.high
     assert found.round_ms(1) == pytest.approx(25.0)
     assert found.times(0, 96).p50_ms == pytest.approx(96 * 21)
+
+
+# --------------------------------------------------------------------------------------------------
+# Shapes that are not trained, figures
+# --------------------------------------------------------------------------------------------------
+
+SHAPE = TransformerShape(
+    vocab_size=320, num_layers=4, width=64, num_heads=16, num_kv_heads=16, head_dim=4, mlp_width=96
+)
+GRID = ShapeGrid(widths=(64, 128), depths=(1, 2), heads=(16,), mlp_widths=(96, 128))
+
+
+def with_latency(*names: str) -> Profile:
+    """Steps of the target and of drafters of 1, 2, ... layers, and a latency model of depth alone."""
+    shapes = {"target": SHAPE}
+    shapes |= {n: dataclasses.replace(SHAPE, num_layers=i) for i, n in enumerate(names, 1)}
+    steps = [
+        Step(
+            model=name,
+            shape=artifacts.to_json(shape),
+            chips=16,
+            chips_per_copy=16,
+            placement="sharded",
+            batch=1,
+            tokens=1,
+            context=256,
+            capacity=512,
+            phase="decode",
+            dispatch="fused",
+            latency_ms=Quantiles(p10=1, p50=1, p90=1),
+            collectives_per_layer=2.0,
+            layer_collective_us=None,
+            bandwidth_utilisation=0.1,
+            flop_utilisation=0.1,
+            source="measured",
+        )
+        for name, shape in shapes.items()
+    ]
+    model = LatencyModel(
+        terms={name: 100.0 * (name == "layer_us") for name in TERMS},
+        fitted_steps=8,
+        held_out_steps=8,
+        median_error=0.05,
+        worst_error=0.1,
+    )
+    timed = [r for name in names for r in rounds(name, 1.0)]
+    return profile_of(PLAIN, *timed, steps=tuple(steps), latency_model=model)
+
+
+def test_shapes_that_are_not_trained_are_proposed(tmp_path, capsys):
+    names = ("one", "two", "three")
+    results = [result(n, a) for n, a in zip(names, (0.7, 0.75, 0.8), strict=True)]
+    plan = decided(tmp_path, with_latency(*names), *results, grid=GRID)
+    found = plan.details["unseen"]
+    assert found["considered"] > found["unpredicted"] == 0
+    assert (tmp_path / "next_drafters.gin").read_text() == found["gin"]
+    assert "worth" not in found
+    assert f"{found['next'][0]['layers']} layers" in capsys.readouterr().err
+
+
+def test_two_drafters_are_too_few_to_predict_others(tmp_path):
+    plan = decided(
+        tmp_path, with_latency("one", "two"), result("one", 0.7), result("two", 0.8), grid=GRID
+    )
+    assert "2 trained drafters are too few" in plan.details["unseen"]["skipped"]
+    assert not (tmp_path / "next_drafters.gin").exists()
+
+
+def test_without_a_latency_model_nothing_is_predicted(tmp_path):
+    profile = profile_of(PLAIN, *rounds("wide", 1.0))
+    plan = decided(tmp_path, profile, result("wide", 0.8), grid=GRID)
+    assert "no latency model" in plan.details["unseen"]["skipped"]
+
+
+def test_figures_and_events(tmp_path):
+    names = ("one", "two", "three")
+    results = [result(n, a) for n, a in zip(names, (0.7, 0.75, 0.8), strict=True)]
+    profile = with_latency(*names)
+    plan = decided(tmp_path, profile, *results, grid=GRID)
+    ran = dataclasses.replace(
+        plan,
+        candidates=tuple(dataclasses.replace(c, measured=c.predicted) for c in plan.candidates[:5]),
+    )
+    acceptance = artifacts.read(RunDir.at(tmp_path).acceptance, Acceptance)
+    drawn = figures_codesign.all_of(ran, profile, acceptance)
+    assert set(drawn) == {"figure_1", "candidates", "predicted_and_measured", "shapes_not_trained"}
+    assert len(drawn["figure_1"].axes) == 3
+    # Nothing to draw is no error.
+    nothing = dataclasses.replace(plan, candidates=(), details={})
+    assert figures_codesign.all_of(nothing, profile, acceptance) == {}
+    (events,) = RunDir.at(tmp_path).tensorboard("codesign").iterdir()
+    assert events.stat().length > 10_000
+    assert RunDir.at(tmp_path).report.exists()
 
 
 # --------------------------------------------------------------------------------------------------

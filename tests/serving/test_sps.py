@@ -11,13 +11,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from drafters import model_card
 from drafters.model_card import Source
 from drafters.models import write_model
 from drafters.shapes import TransformerShape
 from drafters.tokenizers import Tokenizer
 from drafters.vocabularies import ByteVocabulary
-from pipeline.core.errors import run_cli
+from pipeline.core import artifacts
+from pipeline.core.artifacts import Lineage
+from pipeline.core.errors import UserError, run_cli
 from serving import sps
+from serving.choosing import choice_of
+from serving.plan import Choice, Plan, Times, Workload
 from tests.drafters.samples import byte_level
 from tests.serving.pairs import random_params
 
@@ -187,6 +192,57 @@ def test_what_cannot_be_done_is_said_in_one_message(call, arguments, message):
     assert message in err
     assert err.startswith("error: ")
     assert "Traceback" not in err
+
+
+TIMES = Times(ms_per_token=1.0, p50_ms=1.0, p90_ms=1.0, p99_ms=1.0)
+
+
+def write_plan(folder, **changes):
+    plan = Plan(
+        lineage=Lineage(config="", seed=0, versions={}, **changes.pop("lineage", {})),
+        verdict="speculate",
+        drafter="ngram",
+        k=3,
+        rule="token",
+        placement="sharded",
+        chips_per_copy=1,
+        objective="mean",
+        workload=Workload(tasks=(), warp={}, batch=1, tokens=8),
+        predicted=TIMES,
+        measured=None,
+        baseline_ms_per_token=2.0,
+        training_cost=None,
+        candidates=(),
+        reason="",
+        **{"target": "target", **changes},
+    )
+    artifacts.write(folder / "plan.json", plan)
+
+
+def test_a_plan_is_followed_if_it_is_of_these_models(run_dir, tmp_path):
+    models = run_dir / "models"
+    (tmp_path / "models").symlink_to(models)
+    found = model_card.read_card(models / "target").weights_hash
+    write_plan(tmp_path, lineage={"weights_hash": {"target": found}})
+    assert choice_of(str(tmp_path), "target", None, None) == Choice(
+        drafter="ngram", k=3, chips_per_copy=1
+    )
+    assert choice_of(str(tmp_path), "target", None, 0) == Choice(k=0)
+    write_plan(tmp_path, lineage={"weights_hash": {"target": "older"}})
+    with pytest.raises(UserError, match=r"weights_hash.*'older'.*run python -m pipeline.codesign"):
+        choice_of(str(tmp_path), "target", None, None)
+    write_plan(tmp_path, target="another")
+    with pytest.raises(UserError, match="made for the target 'another', but 'target'"):
+        choice_of(str(tmp_path), "target", None, None)
+
+
+def test_a_request_that_bans_every_token_is_refused(call, tmp_path):
+    output = tmp_path / "out.jsonl"
+    banned = {"prompt": "abc", "banned_tokens": list(range(len(ByteVocabulary().pieces)))}
+    (tmp_path / "in.jsonl").write_text(json.dumps(banned))
+    code, _, _ = call(f"--prompts_file={tmp_path / 'in.jsonl'}", f"--output={output}")
+    assert code == 1
+    assert "leave no token" in answers_in(output)[0]["error"]
 
 
 def test_a_missing_plan_is_no_matter_without_drafts(call):
