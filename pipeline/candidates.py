@@ -14,12 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from drafters.shapes import DTYPE_BYTES, TransformerShape
+from drafters.shapes import TransformerShape
 from pipeline.acceptance import Requests, TimeLaw, gap_quantile_ms, mean_acceptance
 from pipeline.acceptance_artifact import Result
 from pipeline.core.errors import UserError
 from pipeline.profile_artifact import Round, Where
 from pipeline.trials import shown_warp
+from pipeline.work import chip_shape
 from serving.plan import Choice, Times
 
 Objective = Literal["mean", "p50", "p90", "p99", "p99_gap"]
@@ -277,21 +278,7 @@ def value(times: Times, objective: Objective) -> float:
     return float("inf") if found is None else found
 
 
-def chip_params(shape: TransformerShape, chips: int) -> int:
-    """Parameters that one of `chips` chips holds; what does not divide is held whole."""
-    layout = shape.layout(chips)
-    served = shape.with_repeated_kv_heads(layout.kv_repeats)
-    attention = served.attention_params() // (chips if layout.shard_attention else 1)
-    mlp = served.mlp_params() // (chips if layout.shard_mlp else 1)
-    embedding = shape.vocab_size * shape.width // (chips if layout.shard_embedding else 1)
-    head = shape.head_params() // (chips if layout.shard_head else 1)
-    return shape.num_layers * (attention + mlp) + embedding + head + shape.width
-
-
 def chip_bytes(shape: TransformerShape, chips: int, positions: int, dtype: str) -> int:
     """Bytes of weights and of caches of `positions` positions (all rows together) on one of `chips` chips."""
-    layout = shape.layout(chips)
-    served = shape.with_repeated_kv_heads(layout.kv_repeats)
-    cache = positions * served.cache_bytes_per_token(dtype)
-    cache //= chips if layout.shard_attention else 1
-    return chip_params(shape, chips) * DTYPE_BYTES[dtype] + cache
+    share = chip_shape(shape, chips)
+    return share.weight_bytes(dtype) + positions * share.cache_bytes_per_token(dtype)

@@ -8,6 +8,7 @@ the same decision is made from the numbers of a paper.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -16,12 +17,22 @@ import numpy as np
 
 from drafters import model_card
 from drafters.mesh import Topology
-from pipeline import candidates, codesign_evidence, confirmation, decision
+from pipeline import (
+    candidates,
+    codesign_evidence,
+    codesign_unseen,
+    confirmation,
+    decision,
+    figures,
+    figures_codesign,
+    report,
+)
 from pipeline.candidates import Forecast, Objective, Option, Traffic
 from pipeline.codesign_evidence import Evidence
 from pipeline.confirmation import Bench, Confirm, Confirmation
 from pipeline.core import artifacts, config
 from pipeline.core.errors import run_cli
+from pipeline.core.events import EventWriter
 from pipeline.core.run_dir import RunDir
 from pipeline.corpora import (
     ChatCorpus,
@@ -34,6 +45,7 @@ from pipeline.corpora import (
 from pipeline.decision import Decision, Judged
 from pipeline.tasks import CorpusPrompts, HumanEval, XSum
 from pipeline.trials import Trial
+from pipeline.unseen_shapes import ShapeGrid
 from pipeline.watching import say
 from serving.pair import NGRAM, model_folder
 from serving.plan import Candidate, Plan, TrainingBill, Workload
@@ -49,6 +61,7 @@ def codesign(
     traffic: Traffic = Traffic(),
     objective: Objective = "mean",
     confirm: Confirm = Confirm(),
+    grid: ShapeGrid | None = None,
     published: Literal["", "chen_2023"] = "",
     seed: int = 0,
     config: str = "",
@@ -65,6 +78,7 @@ def codesign(
       objective: what is to be small: mean time per token, a percentile of a request's time, or the 99th
         percentile of the time between tokens.
       confirm: which candidates are run for real.
+      grid: shapes that are not trained yet, to find those worth training.
       published: decide from a paper's numbers instead of the run directory's.
       seed: for lineage; nothing here is drawn at random but bootstrap samples, from a fixed seed.
       config: the text of this config, for lineage.
@@ -86,8 +100,15 @@ def codesign(
             return
         work = _Work(run, evidence, topology, traffic, objective, confirm)
         plan = work.plan()
+        if grid:
+            found = codesign_unseen.survey(
+                run, evidence, work.forecast, objective, grid, topology.hbm_bytes
+            )
+            plan = dataclasses.replace(plan, details={**plan.details, "unseen": found})
         artifacts.write(run.plan, plan)
-    for line in (*_table(plan), *_by_task(plan), *evidence.table):
+        _write_events(run, plan, evidence, config)
+        report.update(run)
+    for line in (*_table(plan), *_by_task(plan), *evidence.table, *codesign_unseen.lines(plan)):
         say(line)
     say(f"{run.plan}: {plan.verdict}. {plan.reason}")
 
@@ -308,6 +329,32 @@ def _table(plan: Plan, rows: int = 8) -> Iterator[str]:
         )
 
 
+def _write_events(run: RunDir, plan: Plan, evidence: Evidence, config: str) -> None:
+    """The decision and its figures in TensorBoard; curves have K as their x axis."""
+    best = next((one for one in plan.candidates if one.k), None)
+    with EventWriter(run.tensorboard("codesign")) as events:
+        events.text(0, "config", f"```\n{config}\n```")
+        events.text(0, "decision", plan.reason)
+        drawn = figures_codesign.all_of(plan, evidence.profile, evidence.acceptance)
+        for name, figure in drawn.items():
+            events.image(0, f"codesign/{name}", figures.png(figure))
+        for one in plan.candidates:
+            if best and _way(one) == _way(best):
+                events.scalars(one.k, _curves(one))
+
+
+def _way(one: Candidate) -> tuple[str, str, str, int]:
+    return one.drafter, one.rule, one.placement, one.chips_per_copy
+
+
+def _curves(one: Candidate) -> dict[str, float]:
+    curves = {"predicted/ms_per_token": one.predicted.ms_per_token}
+    curves["predicted/p99_ms"] = one.predicted.p99_ms
+    if one.measured:
+        curves["measured/ms_per_token"] = one.measured.ms_per_token
+    return curves
+
+
 def _by_task(plan: Plan) -> Iterator[str]:
     """What would be best for each task alone, by prediction."""
     for task, found in plan.details["by_task"].items():
@@ -355,6 +402,7 @@ SETTINGS = (
     PythonCode,
     PythonProse,
     SamplingParams,
+    ShapeGrid,
     TextCorpus,
     Topology,
     Traffic,

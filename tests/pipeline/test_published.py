@@ -20,6 +20,15 @@ from pipeline.published_latency import (
 from serving.plan import Plan
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    """Drawing takes longer than deciding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.figures_codesign.all_of", lambda *_: {})
+        patch.setattr("pipeline.report.update", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Plan:
     run = RunDir.at(tmp_path_factory.mktemp("chinchilla"))
