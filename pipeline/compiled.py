@@ -40,6 +40,8 @@ class Wanted:
 
     Attributes:
       chips_per_copy: chips that one copy of the model is sharded over; 0 for all.
+      extrapolate: compile a deep model at two small depths and go on from them in a straight line: a
+        fraction of the work. A shallow one is compiled as it is.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Wanted:
     context: int = 1024
     chips_per_copy: int = 0
     dtype: str = "bfloat16"
+    extrapolate: bool = False
 
     def __post_init__(self):
         if min(self.tokens, self.batch) < 1 or self.dtype not in DTYPE_BYTES:
@@ -61,6 +64,13 @@ class Wanted:
                 f"{self.model} has a context of {self.shape.context}: {self.tokens} new tokens behind "
                 f"{self.context} others do not fit, choose a smaller context"
             )
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depths to compile instead of the model's own; () for that one."""
+        pattern = len(self.shape.layer_pattern)
+        low, high = 2 * pattern, 4 * pattern
+        return (low, high) if self.extrapolate and self.shape.num_layers > 2 * high else ()
 
     @property
     def capacity(self) -> int:
@@ -123,6 +133,7 @@ def findings(programs: Sequence[CompiledProgram]) -> tuple[str, ...]:
     """What a person should know about these programs, one sentence each."""
     return (
         *_estimates_leave_out(programs),
+        *_extrapolated(programs),
         *_unfit(programs),
         *_other_collectives(programs),
         *_slower_with_fewer_tokens(programs),
@@ -135,8 +146,22 @@ def findings(programs: Sequence[CompiledProgram]) -> tuple[str, ...]:
 def _estimates_leave_out(programs: Sequence[CompiledProgram]) -> Iterator[str]:
     if any(program.estimated_cycles is not None for program in programs):
         yield (
-            "estimated cycles are the compiler's, of one chip's arithmetic and memory traffic; it "
-            "estimates no collective, and nothing was run"
+            "estimated cycles are the compiler's sum over the instructions of one chip; it estimates "
+            "neither collectives nor the copies that fetch weights beside them, so they are no step time; "
+            "nothing was run"
+        )
+
+
+def _extrapolated(programs: Sequence[CompiledProgram]) -> Iterator[str]:
+    groups: dict[Any, list[str]] = {}
+    for program in programs:
+        if program.compiled_layers:
+            key = (program.model, program.compiled_layers)
+            groups.setdefault(key, []).append(str(program.tokens))
+    for (model, (low, high)), tokens in groups.items():
+        yield (
+            f"{model} at T = {', '.join(tokens)} was compiled with {low} and {high} layers; its sizes, "
+            "collectives and cycles go on from them in a straight line"
         )
 
 

@@ -7,6 +7,7 @@ stdout, as soon as it is compiled. What the compiler and other libraries say goe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,9 +89,11 @@ def compile_one(topology: Topology, mesh: Mesh, wanted: Wanted) -> CompiledProgr
     chips = wanted.chips_per_copy or topology.num_chips
     placement = Placement(mesh, topology.axes_of(chips))
     started = time.perf_counter()
-    arguments = _arguments(placement, wanted)
-    compiled, sizes = compile_if_it_fits(_step(placement, wanted), arguments)
-    program = hlo.read(compiled.as_text() or "") if compiled else hlo.Program(Counter(), None)
+    depths = wanted.depths
+    if depths:
+        found = extrapolate([_compile(placement, wanted, depth) for depth in depths], wanted)
+    else:
+        found = _compile(placement, wanted, wanted.shape.num_layers)
     return CompiledProgram(
         model=wanted.model,
         topology=topology.name,
@@ -99,12 +102,67 @@ def compile_one(topology: Topology, mesh: Mesh, wanted: Wanted) -> CompiledProgr
         tokens=wanted.tokens,
         context=wanted.context,
         dtype=wanted.dtype,
-        **sizes._asdict(),
-        fits=compiled is not None and sum(sizes) <= topology.hbm_bytes,
-        collectives=dict(program.collectives),
+        **found.sizes._asdict(),
+        fits=found.accepted and sum(found.sizes) <= topology.hbm_bytes,
+        collectives=dict(found.program.collectives),
         expected_collectives=expected_collectives(wanted.shape, chips),
-        estimated_cycles=program.estimated_cycles,
+        estimated_cycles=found.program.estimated_cycles,
         compile_s=time.perf_counter() - started,
+        compiled_layers=depths,
+    )
+
+
+class Sizes(NamedTuple):
+    """Bytes per chip."""
+
+    argument_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+
+
+class Compiled(NamedTuple):
+    """One step at one depth; `accepted` unless the compiler found it too large."""
+
+    layers: int
+    sizes: Sizes
+    program: hlo.Program
+    accepted: bool = True
+
+
+def _compile(placement: Placement, wanted: Wanted, layers: int) -> Compiled:
+    shape = dataclasses.replace(wanted.shape, num_layers=layers)
+    wanted = dataclasses.replace(wanted, shape=shape)
+    arguments = _arguments(placement, wanted)
+    compiled, sizes = compile_if_it_fits(_step(placement, wanted), arguments)
+    if compiled is None:
+        return Compiled(layers, sizes, hlo.Program(Counter(), None), accepted=False)
+    return Compiled(layers, sizes, hlo.read(compiled.as_text() or ""))
+
+
+def extrapolate(pair: Sequence[Compiled], wanted: Wanted) -> Compiled:
+    """What two shallow models say about one of `wanted.shape.num_layers` layers.
+
+    Arguments and collectives grow exactly so with depth; temporaries and cycles nearly.
+    """
+    low, high = pair
+    layers = wanted.shape.num_layers
+    steps = (layers - high.layers) / (high.layers - low.layers)
+
+    def onward(first: float, second: float) -> float:
+        return max(0.0, second + steps * (second - first))
+
+    kinds = low.program.collectives | high.program.collectives
+    counts = {
+        kind: round(onward(low.program.collectives[kind], high.program.collectives[kind]))
+        for kind in kinds
+    }
+    first, second = low.program.estimated_cycles, high.program.estimated_cycles
+    cycles = None if first is None or second is None else onward(first, second)
+    return Compiled(
+        layers,
+        Sizes(*(round(onward(*both)) for both in zip(low.sizes, high.sizes, strict=True))),
+        hlo.Program(Counter(counts), cycles),
+        accepted=low.accepted and high.accepted,
     )
 
 
@@ -138,15 +196,7 @@ def _arguments(placement: Placement, wanted: Wanted) -> tuple[Any, ...]:
     return placement.abstract_params(served, dtype), tokens, cache
 
 
-class _Sizes(NamedTuple):
-    """Bytes per chip."""
-
-    argument_bytes: int
-    temporary_bytes: int
-    output_bytes: int
-
-
-def compile_if_it_fits(step: Any, arguments: tuple[Any, ...]) -> tuple[Any | None, _Sizes]:
+def compile_if_it_fits(step: Any, arguments: tuple[Any, ...]) -> tuple[Any | None, Sizes]:
     try:
         compiled = step.lower(*arguments).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -155,17 +205,17 @@ def compile_if_it_fits(step: Any, arguments: tuple[Any, ...]) -> tuple[Any | Non
         return None, _sizes_refused(arguments, str(error))
     memory = compiled.memory_analysis()
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes  # the cache is written in place
-    return compiled, _Sizes(memory.argument_size_in_bytes, memory.temp_size_in_bytes, new)
+    return compiled, Sizes(memory.argument_size_in_bytes, memory.temp_size_in_bytes, new)
 
 
-def _sizes_refused(arguments: tuple[Any, ...], message: str) -> _Sizes:
+def _sizes_refused(arguments: tuple[Any, ...], message: str) -> Sizes:
     """Sizes of a program too large for the chip, from its arguments and the compiler's message."""
     shards = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(arguments))
     kinds = (leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments))
     held = sum(math.prod(shard) * size for shard, size in zip(shards, kinds, strict=True))
     needed = re.search(r"\(([\d.]+)G\)", message)  # in GiB, of all
     total = int(float(needed[1]) * 2**30) if needed else held
-    return _Sizes(held, max(0, total - held), 0)
+    return Sizes(held, max(0, total - held), 0)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ import importlib.util
 import json
 import sys
 import textwrap
+from collections import Counter
 
 import jax
 import pytest
 
-from drafters import kv_cache
 from drafters.mesh import Topology
 from drafters.shapes import TransformerShape
-from pipeline import compile_targets, compiled, tpu_compiler
+from pipeline import compile_targets, compiled, hlo, tpu_compiler
 from pipeline.compiled import Request, Wanted
 from pipeline.core import artifacts
 from pipeline.core.errors import UserError
@@ -184,24 +184,66 @@ def test_findings():
     assert "small at T = 1 is estimated 4.4 times as slow as at T = 2" in said
     assert "small at T = 1 has collectives {'all-reduce': 6}" in said
     assert "huge does not fit tpu_v4_2x2x4 sharded over 16 chips: 40.0 GB" in said
-    assert "estimates no collective" in said
+    assert "neither collectives nor" in said
     assert len(said.splitlines()) == 4
     assert compiled.findings([program(1, estimated_cycles=None)]) == ()
+
+
+def argument_bytes(step, chips):
+    """By hand: parameters, cache, and i32 tokens and length. bf16 would compile twice as long."""
+    assert step.dtype == "float32"
+    shape = step.shape
+    norms = (2 * shape.num_layers + 1) * shape.width
+    params = (shape.num_params() - norms) // chips + norms
+    cache = step.capacity * shape.cache_bytes_per_token("float32") // chips
+    return 4 * params + cache + 4 * (step.tokens + 1)
 
 
 @pytest.mark.parametrize(("chips", "room"), [(4, 0), (16, 10**6)])
 def test_a_step_compiled_for_host_devices(chips, room):
     """The child's own work, on a backend that is here: sizes by hand, collectives by the formula."""
-    norms = (2 * SHAPE.num_layers + 1) * SHAPE.width
-    params = (SHAPE.num_params() - norms) // chips + norms
-    cache = kv_cache.capacity_for(103) * SHAPE.cache_bytes_per_token("bfloat16") // chips
-    needed = 2 * params + cache + 4 * (3 + 1)  # and i32 tokens and length
+    step = wanted(3, chips_per_copy=chips, dtype="float32")
+    needed = argument_bytes(step, chips)
     topology = dataclasses.replace(HOST, hbm_bytes=needed + room)
-    step = wanted(3, chips_per_copy=chips)
     found = tpu_compiler.compile_one(topology, topology.mesh(), step)
     assert found.argument_bytes == needed
     assert found.fits == (room > 0)  # temporaries need some
     assert found.collectives == found.expected_collectives == {"all-reduce": 5, "all-gather": 1}
+
+
+def test_a_deep_model_goes_on_from_two_shallow_ones():
+    """Exactly so in what grows layer by layer."""
+    two = dataclasses.replace(HOST, axes=("x",), sizes=(2,))
+    step = dataclasses.replace(
+        wanted(3, dtype="float32", extrapolate=True),
+        shape=dataclasses.replace(SHAPE, num_layers=9),
+    )
+    found = tpu_compiler.compile_one(two, two.mesh(), step)
+    assert found.compiled_layers == (2, 4)
+    assert found.argument_bytes == argument_bytes(step, 2)
+    assert found.collectives == found.expected_collectives == {"all-reduce": 19, "all-gather": 1}
+    assert "with 2 and 4 layers" in "".join(compiled.findings([found]))
+
+
+def test_what_is_extrapolated():
+    def one(layers, cycles, accepted=True):
+        counted = Counter({"all-reduce": 2 * layers + 1, "all-gather": 1})
+        sizes = tpu_compiler.Sizes(100 * layers + 7, 5, 3)
+        return tpu_compiler.Compiled(layers, sizes, hlo.Program(counted, cycles), accepted)
+
+    step = dataclasses.replace(wanted(1), shape=dataclasses.replace(SHAPE, num_layers=80))
+    found = tpu_compiler.extrapolate([one(2, 30.0), one(4, 50.0)], step)
+    assert found == one(80, 810.0)
+    assert tpu_compiler.extrapolate([one(2, None), one(4, None)], step) == one(80, None)
+    assert not tpu_compiler.extrapolate([one(2, 30.0), one(4, 50.0, False)], step).accepted
+
+
+def test_a_shallow_model_is_compiled_as_it_is():
+    assert dataclasses.replace(wanted(1), extrapolate=True).depths == ()
+    layers = {"num_layers": 80, "layer_pattern": ("local", "global"), "window": 8}
+    deep = dataclasses.replace(wanted(1), shape=dataclasses.replace(SHAPE, **layers))
+    assert deep.depths == ()
+    assert dataclasses.replace(deep, extrapolate=True).depths == (4, 8)
 
 
 def test_a_program_that_is_refused_is_told_by_its_size():
