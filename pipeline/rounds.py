@@ -89,11 +89,12 @@ def recorded(
 def replay(outlook: Outlook, place: Place, k: int, context: int) -> list[Round]:
     """The rounds that K = `k` plays along the text; `context` is the longest row the drafter drafts for."""
     length, rounds, at = len(outlook.offered), [Round(0, 0, 0)], 1
+    reach = np.cumprod(outlook.accepted[:, :k], axis=1).sum(axis=1).tolist()
     while at < length:
         room = place.room(at, k)
         able = outlook.offered[at] and place.prompt + at + k <= context
         drafted = room if able else 0
-        kept = int(np.cumprod(outlook.accepted[at, :drafted]).sum())
+        kept = min(reach[at], drafted)
         left = length - at
         if kept >= left:
             rounds.append(Round(left, left, left))
