@@ -18,7 +18,7 @@ from drafters import model_card
 from drafters.compilation import keep_programs
 from drafters.mesh import Topology
 from drafters.model_card import ModelCard
-from pipeline import acceptance_tables, quality
+from pipeline import acceptance_tables, quality, report
 from pipeline.acceptance_artifact import Acceptance, Score, Skipped
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, run_cli
@@ -114,6 +114,7 @@ def evaluate(
         )
         artifacts.write(run.acceptance, acceptance)
     acceptance_tables.write_events(run.tensorboard("evaluate"), acceptance, config)
+    report.update(run)
     say(acceptance_tables.text(acceptance))
 
 

@@ -362,7 +362,7 @@ def mean_overlap(
       memory: what the target has read for other drafters; is added to.
     """
     if isinstance(pair.engine.drafter, Ngram):
-        copies = _copied(pair, texts, params, job, 1, memory)
+        copies = _copied(pair, texts, params, job, pair.engine.k, memory)
         parts = [np.where(copied.offered, copied.overlap[:, 0], 0.0) for copied in copies]
     else:
         parts = [forced.overlap for forced in _forced(pair, texts, params, job, memory)]
