@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from drafters import model_card
 from drafters.mesh import Topology
+from drafters.model_card import TrainingCost
 from drafters.shapes import TransformerShape
-from pipeline import decision, figures_codesign
+from pipeline import confirmation, decision, figures_codesign
 from pipeline.acceptance import constant_curve
 from pipeline.acceptance_artifact import Acceptance, Interval, Result
 from pipeline.candidates import Forecast, Option, Traffic, chip_bytes, loops
@@ -464,6 +467,81 @@ def test_the_second_run_does_nothing(tmp_path, capsys):
     written(tmp_path, profile_of(PLAIN, *rounds("wide", 30.0)), result("wide", 0.8))
     codesign(run_dir=str(run.root))
     assert json.loads(run.plan.read_text())["verdict"] == "do_not_speculate"
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch) -> RunDir:
+    """A run directory whose drafter "wide" is trained, with evidence about it."""
+    card = SimpleNamespace(
+        shape=SHAPE, weights_hash="1f", training_cost=TrainingCost(tokens=300_000, hours=0.5)
+    )
+    monkeypatch.setattr(model_card, "read_card", lambda _: card)
+    (tmp_path / "models" / "wide").mkdir(parents=True)
+    (tmp_path / "models" / "wide" / "model.json").touch()
+    lineage = dataclasses.replace(LINEAGE, weights_hash={"wide": "1f"})
+    return written(tmp_path, profile_of(*GOOD), result("wide", 0.8), lineage=lineage)
+
+
+def test_training_is_paid_back(trained):
+    codesign(run_dir=str(trained.root))
+    plan = artifacts.read(trained.plan, Plan)
+    saved_ms = PLAIN_MS - plan.predicted.ms_per_token
+    assert plan.training_cost.tokens == 300_000
+    assert plan.training_cost.break_even_tokens == pytest.approx(0.5 * 3.6e6 / saved_ms)
+    assert plan.lineage.weights_hash == {"wide": "1f"}
+
+
+@pytest.mark.parametrize("name", ["profile", "acceptance"])
+def test_evidence_of_other_weights_is_refused(name, trained):
+    path = getattr(trained, name)
+    content = json.loads(path.read_text())
+    content["lineage"]["weights_hash"] = {"wide": "other"}
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{name}.json: made with weights_hash.*'other', but '1f'"):
+        codesign(run_dir=str(trained.root))
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    options = [Option("", 0, "token", "sharded", 16), Option("wide", 3, "token", "leader", 1)]
+    bench = confirmation.Bench(
+        run=RunDir.at(tmp_path),
+        topology=Topology(name="host_1", platform="cpu"),
+        target="target",
+        traffic=Traffic(),
+        settings=Confirm(candidates=1, tasks=CONFIRM.tasks, laps=2),
+        tasks=("code",),
+    )
+    turns, stop_at = [], 3
+
+    def play(pair, turn, prompts, batch, job):
+        if len(turns) == stop_at:
+            raise KeyboardInterrupt
+        turns.append((turn.lap, turn.arm))
+        return Played(
+            **turn._asdict(),
+            ms_per_token=(5.0,),
+            emitted=(9,),
+            rounds=4,
+            round_s=0.1,
+            accepted=5,
+            evaluated=6,
+        )
+
+    monkeypatch.setattr(confirmation, "_loaded", lambda bench, options: list(options))
+    monkeypatch.setattr(confirmation, "_prompts", lambda *_: [])
+    monkeypatch.setattr(confirmation.Bench, "trials", lambda _: {"code": None})
+    monkeypatch.setattr(confirmation, "_play", play)
+    with pytest.raises(KeyboardInterrupt):
+        confirmation.confirm(bench, options, LINEAGE)
+    stop_at = 99
+    found = confirmation.confirm(bench, options, LINEAGE)
+    # There and back, so that neither arm has the better half.
+    assert turns == [(0, 1), (0, 0), (1, 0), (1, 1)]
+    assert len(found.played) == 4
+    confirmation.confirm(bench, options, LINEAGE)
+    assert len(turns) == 4
+    confirmation.confirm(bench, options[:1], LINEAGE)
+    assert len(turns) == 6
 
 
 def test_a_dry_run_needs_nothing_and_writes_nothing(tmp_path, capsys):
