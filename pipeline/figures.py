@@ -31,6 +31,8 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogFormatter, NullFormatter
 
 # Wong 2011 (Nature Methods 8:441), darkened where the contrast on white was below 3:1.
 SERIES = ("#0072b2", "#d55e00", "#008a64", "#b0508a", "#9a7200", "#3a8fb7", "#7a4fb5", "#5b6770")
@@ -52,6 +54,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 # A phone shows a panel at about 60% of this, with text still legible.
 WIDTH_INCHES, HEIGHT_INCHES = 5.2, 3.4
 _PNG_DPI = 144
+_LONGEST_TEXT = 60  # characters; about as wide as a panel
 
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -162,12 +165,14 @@ def svg(figure: Figure, description: str = "") -> str:
     """An `<svg>` element for a page: no prolog, no fixed size, colours as CSS variables.
 
     Args:
-      figure: any figure.
+      figure: any figure; the title of a single panel is left to the page.
       description: what it shows, for those who do not see it.
     """
+    if len(figure.axes) == 1:
+        figure.axes[0].set_title("", loc="left")
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with _drawing():
+    with _drawing(figure):
         figure.savefig(buffer, format="svg", metadata=nothing)
     text = buffer.getvalue()
     element = text[text.index("<svg") :].strip()
@@ -180,16 +185,28 @@ def svg(figure: Figure, description: str = "") -> str:
 def png(figure: Figure, dpi: int = _PNG_DPI) -> bytes:
     """A PNG file on a white ground."""
     buffer = io.BytesIO()
-    with _drawing():
+    with _drawing(figure):
         figure.savefig(buffer, format="png", dpi=dpi, facecolor=GROUND)
     return buffer.getvalue()
 
 
 @contextlib.contextmanager
-def _drawing() -> Iterator[None]:
-    """The look; names in scripts that the font lacks are boxes in a PNG, and no reason to warn."""
+def _drawing(figure: Figure) -> Iterator[None]:
+    """The look, whatever texts there are: names are other people's."""
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and len(text.get_text()) > _LONGEST_TEXT:
+            text.set_text(text.get_text()[: _LONGEST_TEXT - 3] + "...")
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(
+                axis.get_major_formatter(), LogFormatter
+            ):  # formulas, which are text here
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axis.set_minor_formatter(NullFormatter())
     with styled(), warnings.catch_warnings():
+        # Boxes in a PNG for scripts that the font lacks; a crowded plot where names leave no room.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
         yield
 
 

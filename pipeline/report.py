@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 from etils import epath
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from pipeline import figures, report_decision, report_evidence
 from pipeline.core.events import EventWriter
@@ -54,8 +55,8 @@ def write_figures(evidence: Evidence, writer: EventWriter, step: int = 0) -> Non
     """All figures of the report as images."""
     page = _Page(evidence)
     for section in SECTIONS:
-        for plot, image in page.drawn(section, lambda figure, _: figures.png(figure)):
-            writer.image(step, f"report/{plot.name}", image)
+        for plot, png in page.drawn(section, lambda figure, _: figures.png(figure)):
+            writer.image(step, f"report/{plot.name}", png)
 
 
 def render(evidence: Evidence) -> str:
@@ -108,6 +109,19 @@ def _decision(evidence: Evidence) -> dict[str, Any] | None:
     }
 
 
+class _Image(NamedTuple):
+    """An element for the page; a wide one has a row of its own."""
+
+    svg: Markup
+    wide: bool
+
+
+def _in_page(figure: Figure, plot: Plot) -> _Image:
+    # SVG from matplotlib has its texts escaped already.
+    wide = figure.get_figwidth() > 1.5 * figures.WIDTH_INCHES
+    return _Image(Markup(figures.svg(figure, plot.description)), wide)
+
+
 @dataclass
 class _Page:
     """One rendering.
@@ -125,11 +139,11 @@ class _Page:
             self.guarded(f"a table of {section.title!r}", lambda make=make: make(self.evidence))
             for make in section.tables
         ]
-        plots = self.drawn(section, lambda f, plot: Markup(figures.svg(f, plot.description)))
+        plots = self.drawn(section, _in_page)
         return {"about": section, "tables": [t for t in tables if t], "plots": plots}
 
     def drawn(
-        self, section: Section, form: Callable[[Any, Plot], _Made]
+        self, section: Section, form: Callable[[Figure, Plot], _Made]
     ) -> list[tuple[Plot, _Made]]:
         """Every figure that there is something to draw for, as `form` has it."""
 

@@ -307,3 +307,28 @@ def confirmed(plan: Plan) -> Table | None:
         f"{percent(found['worst_error'])} at worst."
     )
     return table("Real runs of the best candidates", columns, rows, note=note)
+
+
+def unseen(plan: Plan) -> Table | None:
+    """Shapes that are not trained yet and worth it, by prediction."""
+    found = plan.details.get("unseen") or {}
+    return table(
+        "Shapes not trained yet: none beats these in both step time and acceptance (predicted)",
+        ("layers x width, F", "heads>", "draft step>", "acceptance>", "K>", "expected>"),
+        (
+            (
+                f"{one['layers']} x {one['width']}, {one['mlp_width']}",
+                count(one["heads"]),
+                ms(one["step_ms"]),
+                _with_bounds(one["alpha"]["alpha"], one["alpha"]["low"], one["alpha"]["high"]),
+                count(one["k"]),
+                _with_bounds(one["expected"], *one["interval"]),
+            )
+            for one in found.get("front", [])
+        ),
+        note=f"{found.get('rests_on', '')} The next ones worth training, as Gin: next_drafters.gin.",
+    )
+
+
+def _with_bounds(value: float, low: float, high: float) -> str:
+    return f"{number(value)} ({number(low)} to {number(high)})"

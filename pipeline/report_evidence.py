@@ -10,7 +10,7 @@ from typing import TypeVar
 from etils import epath
 
 from drafters.model_card import CARD, ModelCard, read_card
-from pipeline import confirmation
+from pipeline import confirmation, replay
 from pipeline.acceptance_artifact import Acceptance
 from pipeline.confirmation import Confirmation
 from pipeline.core import artifacts
@@ -77,8 +77,20 @@ def read(run: RunDir) -> Evidence:
         confirmation=played if plan and played and played.lineage.same_work(plan.lineage) else None,
         models=dict(_models(run, warnings)),
     )
+    evidence = _with_published(evidence)
     warnings += _departures(run, evidence)
     return dataclasses.replace(evidence, warnings=tuple(warnings))
+
+
+def _with_published(evidence: Evidence) -> Evidence:
+    """With a paper's numbers, where the plan was made from those and not from artifacts of the folder."""
+    plan = evidence.plan
+    if plan is None or evidence.profile or evidence.acceptance:
+        return evidence
+    found = replay.evidence(replay.CHEN_2023)
+    if plan.lineage.inputs != found.profile.lineage.inputs:
+        return evidence
+    return dataclasses.replace(evidence, profile=found.profile, acceptance=found.acceptance)
 
 
 def _read(

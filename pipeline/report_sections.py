@@ -72,6 +72,7 @@ SECTIONS = (
             report_decision.regrets,
             report_decision.by_batch,
             report_decision.by_task,
+            report_decision.unseen,
             report_tables.candidates,
         ),
     ),

@@ -20,6 +20,7 @@ from pipeline.confirmation import FILE, Confirmation, Played
 from pipeline.core import artifacts
 from pipeline.core.artifacts import Lineage
 from pipeline.core.run_dir import RunDir
+from pipeline.latency import TERMS
 from pipeline.training_models import Bench, Ingredients, TrainingRecord
 from pipeline.training_settings import ModelSpec
 from serving import plan as plans
@@ -36,6 +37,7 @@ ALPHA = {"wide": (0.87, 0.74), "mid": (0.85, 0.72), "deep": (0.84, 0.70)}
 TASKS = ("code", "prose")
 KS = (1, 2, 3, 4, 5, 7)
 PLAIN_MS = 21.4
+TERM = {"weights_us_per_mib": 40.0, "cache_us_per_mib": 0.0, "fixed_us": 60.0}
 CONFIG = 'train.run_dir = "runs/quickstart"\ncodesign.objective = "mean"\n'
 
 
@@ -184,6 +186,7 @@ def profile(run: RunDir | None = None) -> profiles.Profile:
             hbm_bytes_per_s=1.1e9,
             flop_per_s=5e9,
             peaks_source="measured",
+            cores=2,
         ),
         collectives=tuple(
             collective(op, *size) for op in ("all_reduce", "all_gather") for size in sizes
@@ -212,7 +215,8 @@ def profile(run: RunDir | None = None) -> profiles.Profile:
         rounds=(*plain, *rounds, *batches),
         compiled=(compiled_program(),),
         latency_model=profiles.LatencyModel(
-            terms={"fixed_us": 640.0, "collective_us": 428.0, "flop_us_per_mflop": 12.5},
+            # As many as the model has, of a size that gives times of the right order.
+            terms={term: TERM.get(term, 1.0) for term in TERMS},
             fitted_steps=40,
             held_out_steps=8,
             median_error=0.043,
@@ -401,6 +405,10 @@ def details(best: plans.Candidate, other: plans.Candidate, gain: float) -> dict[
         "by_task": {
             task: {objective: choice for objective in ("mean", "p99", "p99_gap")} for task in TASKS
         },
+        "unseen": {
+            "rests_on": "Acceptance by a law of three drafters.",
+            "front": [unseen_shape(layers, 1.4 + 0.9 * layers) for layers in (1, 2, 3)],
+        },
         "notes": [],
         "confirmed": {
             "arms": [
@@ -416,6 +424,21 @@ def details(best: plans.Candidate, other: plans.Candidate, gain: float) -> dict[
             "median_error": 0.021,
             "worst_error": 0.043,
         },
+    }
+
+
+def unseen_shape(layers: int, step_ms: float) -> dict[str, Any]:
+    alpha = 0.78 + 0.02 * layers
+    return {
+        "layers": layers,
+        "width": 320,
+        "heads": 16,
+        "mlp_width": 640,
+        "step_ms": step_ms,
+        "alpha": {"alpha": alpha, "low": alpha - 0.05, "high": alpha + 0.04},
+        "k": 6,
+        "expected": 7.4,
+        "interval": [6.9, 8.1],
     }
 
 

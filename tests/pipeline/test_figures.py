@@ -53,10 +53,33 @@ def test_the_same_figure_gives_the_same_bytes():
 
 def test_names_are_shown_as_they_are():
     """A model may be named with what matplotlib takes for mathematics, XML for markup, or no font has."""
-    svg = figures.svg(example("a$\\frac$<b>&", "图 $x$"))
-    assert "a$\\frac$&lt;b&gt;&amp;" in svg
-    assert "图 $x$" in svg
+    svg = figures.svg(example("a$\\frac$<b>& 图"))
+    assert "a$\\frac$&lt;b&gt;&amp; 图" in svg
     assert figures.png(example("a$\\frac$", "图"))
+
+
+def test_a_long_name_leaves_room_for_the_plot():
+    svg = figures.svg(example("n" * 500))
+    assert "n" * 57 + "...<" in svg
+    assert "n" * 58 not in svg
+
+
+def test_the_page_gives_a_single_panel_its_title():
+    assert "Time" not in figures.svg(example(title="Time"))
+    figure, rows = figures.panels(1, 2)
+    for axes, title in zip(rows[0], ("Left", "Right"), strict=True):
+        with figures.styled():
+            axes.set_title(title)
+    assert "Left" in figures.svg(figure)
+
+
+def test_ticks_of_a_logarithmic_axis_are_numbers():
+    figure, axes = figures.panel(x="KiB", y="us")
+    axes.plot([1, 1024], [1, 2])
+    axes.set_xscale("log", base=2)
+    svg = figures.svg(figure)
+    assert ">1024</text>" in svg
+    assert "math" not in svg
 
 
 def test_png():
