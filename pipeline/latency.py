@@ -6,16 +6,19 @@ inference):
 
     time = weights x bytes of weights + cache x bytes of the cache + arithmetic x flops
          + collectives x sum over collectives of (alpha + beta x bytes)
-         + layer x layers + matrix x layers, if there is more than one column + fixed
+         + layer x layers + fixed
+         + (matrix weights x bytes of weights + matrix layer x (layers + 1), beyond one column)
 
 with nonnegative coefficients, since none of these gives time back. They are sums and not the maxima of a
-roofline: at a batch of one a chip waits for each in turn. A single column is multiplied by vector and not
-by matrix instructions, which compilers start at another price. Bytes and flops are those of one chip. Chips
-of a host platform share its cores: where more of them work than there are cores, they take turns, and all
-but the collectives, which were measured on the same cores, counts as often as chips share a core.
+roofline: at a batch of one a chip waits for each in turn. A single column is multiplied by vector
+instructions; several are by matrix instructions, for which weights are packed and units started, at another
+price per byte and per layer, the head being one more. Bytes and flops are those of one chip. Chips of a
+host platform share its cores: where more of them work than there are cores, they take turns, and all but
+the collectives, which were measured on the same cores, counts as often as chips share a core.
 
 Steps whose collectives were removed are fitted too: without them what a layer costs by itself and what
-its collectives cost would go up and down together.
+its collectives cost would go up and down together. They are no steps that anybody makes, so errors are not
+judged by them.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ TERMS = (
     "arithmetic_us_per_mflop",
     "collectives_factor",
     "layer_us",
-    "matrix_layer_us",
     "fixed_us",
+    "matrix_weights_us_per_mib",
+    "matrix_layer_us",
 )
 GOOD_MEDIAN, GOOD_WORST = 0.10, 0.25
 _MIB = 1 << 20
@@ -81,6 +85,7 @@ class Machine(NamedTuple):
 def features(work: Work, machine: Machine) -> np.ndarray:
     """f64[terms]: what each of `TERMS` multiplies."""
     turns = machine.turns(work.busy)
+    matrix = turns * (work.columns > 1)
     collectives = work.reduces * machine.collective_us(
         "all_reduce", work.chips, work.reduce_bytes
     ) + work.gathers * machine.collective_us("all_gather", work.chips, work.gather_bytes)
@@ -91,8 +96,9 @@ def features(work: Work, machine: Machine) -> np.ndarray:
             turns * work.flops / 1e6,
             collectives,
             turns * work.layers,
-            turns * work.layers * (work.columns > 1),
             turns,
+            matrix * work.weight_bytes / _MIB,
+            matrix * (work.layers + 1),
         ]
     )
 
@@ -126,11 +132,12 @@ def held_out_errors(rows: np.ndarray, times_us: np.ndarray, groups: Sequence[obj
 
 
 class Observation(NamedTuple):
-    """A measured pass: its work, its time, and the shape that it is of."""
+    """A measured pass: its work, its time, the shape that it is of, and whether errors are judged by it."""
 
     work: Work
     us: float
     shape: TransformerShape
+    judged: bool = True
 
 
 def fit(observed: Sequence[Observation], machine: Machine) -> LatencyModel | None:
@@ -144,7 +151,8 @@ def fit(observed: Sequence[Observation], machine: Machine) -> LatencyModel | Non
         return None
     rows = np.array([features(one.work, machine) for one in observed])
     times_us = np.array([one.us for one in observed])
-    errors = held_out_errors(rows, times_us, shapes)
+    judged = np.array([one.judged for one in observed])
+    errors = held_out_errors(rows, times_us, shapes)[judged]
     return LatencyModel(
         terms=dict(zip(TERMS, map(float, fit_terms(rows, times_us)), strict=True)),
         fitted_steps=len(observed),

@@ -150,11 +150,6 @@ class StepCell:
             f"context={self.context}"
         )
 
-    @property
-    def singly(self) -> bool:
-        """Whether it is dispatched one by one too."""
-        return self.phase == "decode" and not self.apart
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCell:

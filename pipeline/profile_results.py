@@ -32,7 +32,7 @@ def steps(
     mesh: ProfiledTopology,
     dtype: str,
 ) -> tuple[Step, ...]:
-    """A step of every cell whose collectives are in place, fused, and singly where that was measured."""
+    """A step of every cell whose collectives are in place; decode steps dispatched one by one too."""
     return tuple(
         step for cell in cells if not cell.apart for step in _steps(cell, times, mesh, dtype)
     )
@@ -41,7 +41,7 @@ def steps(
 def _steps(cell: StepCell, times: Times, mesh: ProfiledTopology, dtype: str) -> Iterator[Step]:
     timed = times[cell.key]
     for dispatch, found in (("fused", timed.fused), ("single", timed.single)):
-        if found is None:
+        if dispatch == "single" and cell.phase != "decode":
             continue
         bandwidth, flops = _utilisation(cell, found.p50, mesh, dtype)
         yield Step(
@@ -88,6 +88,7 @@ def observations(
             work=work_of_cell(cell, machine.chips, machine.dtype),
             us=1e3 * times[cell.key].fused.p50,
             shape=cell.shape,
+            judged=not cell.apart,
         )
         for cell in cells
         if cell.phase != "prefill"
@@ -291,10 +292,10 @@ class _Parts:
 
 
 def _line(at: int, points: Mapping[int, float]) -> float:
-    """Linear between points, and beyond the last two as between them."""
+    """Linear between points, and beyond the last two as between them, but never falling."""
     known = sorted(points)
     values = [points[x] for x in known]
     if at > known[-1] and len(known) > 1:
-        slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+        slope = max(0.0, (values[-1] - values[-2]) / (known[-1] - known[-2]))
         return float(values[-1] + slope * (at - known[-1]))
     return float(np.interp(at, known, values))

@@ -33,13 +33,13 @@ class Timed:
 
     Attributes:
       fused: milliseconds, inside one compiled loop.
-      single: milliseconds, dispatched one by one; None if that was not asked.
+      single: milliseconds, dispatched one by one.
       reduces, gathers: collectives in the compiled program, a loop's body counted once.
       samples, outliers: behind `fused`.
     """
 
     fused: Quantiles
-    single: Quantiles | None = None
+    single: Quantiles
     reduces: int = 0
     gathers: int = 0
     samples: int
@@ -149,8 +149,7 @@ def _measure(
     by_key = {cell.key: cell for cell in cells}
     parts = {key: bench.part(cell) for key, cell in by_key.items()}
     steps = [key for key, cell in by_key.items() if isinstance(cell, StepCell)]
-    singly = [key for key in steps if by_key[key].singly]
-    samples = stopwatch.measure(parts, singly, steps)
+    samples = stopwatch.measure(parts, steps)
     return [(key, _timed(samples[key])) for key in by_key]
 
 
@@ -158,7 +157,7 @@ def _timed(samples: Samples) -> Timed:
     counted = hlo.read(samples.program).collectives if samples.program else {}
     return Timed(
         fused=Quantiles.of(samples.fused),
-        single=Quantiles.of(samples.single) if samples.single else None,
+        single=Quantiles.of(samples.single),
         reduces=counted.get("all-reduce", 0),
         gathers=counted.get("all-gather", 0),
         samples=len(samples.fused),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
-import jax
+import numpy as np
 
 from pipeline import noise
 from pipeline.noise import NoiseMeter
@@ -20,6 +20,8 @@ from serving.timing import sample_ms
 
 Key = TypeVar("Key")
 
+_FEW = 4  # repetitions from which the time of one is estimated
+_MOST_OVERHEAD = 100  # times that a call may exceed one repetition
 _COMPILERS = 2  # programs compiled at once: half of a compilation runs on one core
 
 
@@ -51,13 +53,14 @@ class Samples:
     """Milliseconds of one repetition.
 
     Attributes:
-      fused: inside one call.
-      single: one call each, waited for; empty if that was not asked.
+      fused: inside calls of `loops`, what is paid once per call taken off.
+      single: one call each, waited for.
       program: the text of the compiled program; empty if that was not asked.
     """
 
-    fused: list[float] = field(default_factory=list)
-    single: list[float] = field(default_factory=list)
+    fused: tuple[float, ...]
+    single: tuple[float, ...]
+    loops: int
     program: str = ""
 
     @property
@@ -78,42 +81,81 @@ class Stopwatch:
     def __init__(self, sampling: Sampling, meter: NoiseMeter, seed: int = 0):
         self._sampling, self._meter, self._random = sampling, meter, random.Random(seed)
 
-    def measure(
-        self,
-        parts: Mapping[Key, Part],
-        singly: Sequence[Key] = (),
-        read: Sequence[Key] = (),
-    ) -> dict[Key, Samples]:
+    def measure(self, parts: Mapping[Key, Part], read: Sequence[Key] = ()) -> dict[Key, Samples]:
         """Compiles all parts, then samples them in turns, in an order that is drawn anew each time.
 
         Args:
           parts: what to measure.
-          singly: those that are also dispatched one by one.
           read: those whose program's text is wanted.
         """
         programs = _compiled(parts, read)
-        loops = {key: self._loops(part) for key, part in parts.items()}
-        found = {key: Samples(program=programs[key]) for key in parts}
-        gc.collect()
+        cells = {key: _Cell(part, self._sampling) for key, part in parts.items()}
         waiting = list(parts)
-        while waiting:
-            for key in self._random.sample(waiting, len(waiting)):
-                self._meter.tick()
-                found[key].fused.append(sample_ms(parts[key], loops[key]))
-                if key in singly:
-                    found[key].single.append(_dispatched_ms(parts[key], loops[key]))
-            waiting = [key for key in waiting if not self._is_done(found[key].fused, loops[key])]
-        return found
+        with _no_collection():
+            while waiting:
+                for key in self._random.sample(waiting, len(waiting)):
+                    self._meter.tick()
+                    cells[key].sample()
+                waiting = [key for key in waiting if not cells[key].is_done]
+        return {key: cell.samples(programs[key]) for key, cell in cells.items()}
 
-    def _loops(self, part: Part) -> int:
-        """How often a sample repeats the part."""
+
+class _Cell:
+    """A part, how often a call repeats it, and the times of calls so far."""
+
+    def __init__(self, part: Part, sampling: Sampling):
+        self._part, self._sampling = part, sampling
         sample_ms(part, 1)  # the first call loads the program
-        ms = min(sample_ms(part, 1), sample_ms(part, 1))
-        return max(1, min(part.most, math.ceil(self._sampling.sample_ms / ms)))
+        self._loops = self._chosen()
+        self._long: list[float] = []
+        self._short: list[float] = []
 
-    def _is_done(self, samples: Sequence[float], loops: int) -> bool:
-        spent_s = sum(samples) * loops / 1e3
-        return len(samples) >= self._sampling.samples and spent_s >= self._sampling.seconds
+    def _chosen(self) -> int:
+        once, wanted = sample_ms(self._part, 1), self._sampling.sample_ms
+        if once >= wanted:
+            return 1
+        few = min(_FEW, self._part.most)
+        each = (few * sample_ms(self._part, few) - once) / max(1, few - 1)
+        return max(1, min(self._part.most, math.ceil(wanted / max(each, once / _MOST_OVERHEAD))))
+
+    def sample(self) -> None:
+        """One long call, and a call of a single repetition as long as those are too few."""
+        self._long.append(sample_ms(self._part, self._loops))
+        if len(self._short) < self._sampling.samples:
+            self._short.append(sample_ms(self._part, 1))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there are enough samples."""
+        spent_s = sum(self._long) * self._loops / 1e3
+        return len(self._long) >= self._sampling.samples and spent_s >= self._sampling.seconds
+
+    def samples(self, program: str) -> Samples:
+        """What was found."""
+        per_call = self._per_call_ms() / self._loops
+        return Samples(
+            fused=tuple(ms - per_call for ms in self._long),
+            single=tuple(self._short),
+            loops=self._loops,
+            program=program,
+        )
+
+    def _per_call_ms(self) -> float:
+        """What a call costs beside its repetitions: t(1) = c + p and t(n) = c + n p."""
+        count, once, each = self._loops, np.median(self._short), np.median(self._long)
+        if count == 1:
+            return 0.0
+        return float(np.clip((once - each) * count / (count - 1), 0.0, once))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector would pause some samples for half a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _compiled(parts: Mapping[Key, Part], read: Sequence[Key]) -> dict[Key, str]:
@@ -123,10 +165,3 @@ def _compiled(parts: Mapping[Key, Part], read: Sequence[Key]) -> dict[Key, str]:
         compiling = {key: pool.submit(part.lower().compile) for key, part in parts.items()}
         done = {key: future.result() for key, future in compiling.items()}
     return {key: (program.as_text() or "") if key in read else "" for key, program in done.items()}
-
-
-def _dispatched_ms(part: Part, times: int) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        jax.block_until_ready(part.run(1))
-    return 1e3 * (time.perf_counter() - start) / times

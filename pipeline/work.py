@@ -15,6 +15,7 @@ from drafters.shapes import DTYPE_BYTES, TransformerShape
 # Rows and columns that matrix units work in: a product of fewer leaves a part of them idle. The MXU's 128
 # (Jouppi et al. 2304.01433), a warp group's 64, two vectors of eight floats.
 _TILES = {"tpu": 128, "gpu": 64, "cpu": 16}
+_LINE_BYTES = 64
 _LOGITS_BYTES = 4  # logits are fp32 whatever is served
 
 
@@ -69,7 +70,8 @@ class Work:
       layers: of the model.
       columns: B T of the activations.
       weight_bytes, cache_bytes, flops: of one busy chip; the cache as far as it must be read.
-      capacity_bytes: of the cache's whole capacity, which a masked attention does read.
+      capacity_bytes: of the cache's whole capacity, which a masked attention does read, in whole lines of
+        memory: a narrow head's vector takes one as a wider one's does.
       reduces, reduce_bytes: all-reduces, and the payload [D, B, T] of one.
       gathers, gather_bytes: all-gathers of logits, and what a chip contributes to one.
     """
@@ -92,7 +94,9 @@ def work_of(shape: TransformerShape, chips: int, busy: int, one: Pass, dtype: st
     """The work of a pass of `shape` over `chips` chips per copy, `busy` in all."""
     share = chip_shape(shape, chips)
     size = DTYPE_BYTES[dtype]
-    positions = one.batch * share.cache_bytes_per_token(dtype)
+    per_position = one.batch * share.cache_bytes_per_token(dtype)
+    vector = share.head_dim * size
+    whole_lines = math.ceil(vector / _LINE_BYTES) * _LINE_BYTES / vector
     head = share.logits_size * share.width
     flops = one.columns * (share.flops_per_token(one.context + one.tokens) - 2 * head)
     counts = shape.collectives(chips)
@@ -102,8 +106,8 @@ def work_of(shape: TransformerShape, chips: int, busy: int, one: Pass, dtype: st
         layers=shape.num_layers,
         columns=one.columns,
         weight_bytes=share.read_params() * size,
-        cache_bytes=positions * (one.context + one.tokens),
-        capacity_bytes=positions * one.capacity,
+        cache_bytes=per_position * (one.context + one.tokens),
+        capacity_bytes=per_position * one.capacity * whole_lines,
         flops=flops + 2 * head * one.scored,
         reduces=counts.layers + counts.embedding,
         reduce_bytes=shape.width * one.columns * size,

@@ -51,7 +51,8 @@ def test_bytes_flops_and_collectives():
     head = 64 * 64
     assert work.weight_bytes == 4 * (3 * layer + 64 + head)
     assert work.cache_bytes == 4 * 2 * 3 * 8 * 2 * 103
-    assert work.capacity_bytes == 4 * 2 * 3 * 8 * 2 * 128
+    # Vectors of 8 floats take a line of 64 bytes, as 16 would.
+    assert work.capacity_bytes == 2 * 4 * 2 * 3 * 8 * 2 * 128
     columns = 2 * 3
     assert work.flops == columns * (2 * (3 * layer + 64 + head) + 4 * 8 * 103 * 3)
     assert (work.reduces, work.gathers) == (2 * 3 + 1, 1)
