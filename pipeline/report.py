@@ -47,7 +47,8 @@ def conclude(run: RunDir) -> str:
     shown = report_decision.paper_table(evidence)
     said = [as_text(shown)] if shown else []
     if evidence.plan:
-        said += [f"{report_decision.headline(evidence.plan)}\n{evidence.plan.reason}\n"]
+        reason, _ = report_decision.reason(evidence.plan)
+        said += [f"{report_decision.headline(evidence.plan)}\n{reason}\n"]
     return "\n".join([*said, f"report: {run.report}\n"])
 
 
@@ -98,6 +99,7 @@ def _decision(evidence: Evidence) -> dict[str, Any] | None:
     plan = evidence.plan
     if plan is None:
         return None
+    reason, notes = report_decision.reason(plan)
     return {
         "speculate": plan.verdict == "speculate",
         "headline": report_decision.headline(plan),
@@ -105,7 +107,8 @@ def _decision(evidence: Evidence) -> dict[str, Any] | None:
         "tiles": list(report_decision.tiles(plan)),
         "bill": report_decision.bill(plan),
         "command": report_decision.command(plan, evidence.where),
-        "reason": plan.reason,
+        "reason": reason,
+        "notes": notes,
     }
 
 

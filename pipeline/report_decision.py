@@ -57,6 +57,12 @@ def lead(plan: Plan) -> str:
     )
 
 
+def reason(plan: Plan) -> tuple[str, list[str]]:
+    """Why, in sentences, and apart from that what to know of the evidence."""
+    notes = [str(note) for note in plan.details.get("notes") or ()]
+    return plan.reason.removesuffix(" ".join(notes)).strip(), notes
+
+
 def command(plan: Plan, where: str) -> str:
     """How to serve it."""
     return f"python -m serving.sps --gin_file=YOUR.gin --run_dir={shlex.quote(where)} --prompt=TEXT"

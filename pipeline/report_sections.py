@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline import report_decision, report_plots, report_tables
+from pipeline import report_decision, report_plots, report_published, report_tables
 from pipeline.acceptance_artifact import Acceptance
 from pipeline.profile_artifact import Profile
 from pipeline.report_evidence import Evidence
@@ -57,7 +57,14 @@ SECTIONS = (
         "Speed-ups in brackets are 95% intervals.",
         stage="pipeline.codesign",
         plots=report_plots.RESULTS,
-        tables=(report_decision.paper_table,),
+        tables=(
+            report_decision.paper_table,
+            *_of_plan(
+                report_published.table_1,
+                report_published.figure_1,
+                report_published.equal_size_drafters,
+            ),
+        ),
     ),
     Section(
         anchor="choice",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import figures, report, report_decision, report_evidence
+from pipeline import figures, replay, report, report_decision, report_evidence
 from pipeline.core import artifacts
 from pipeline.core.run_dir import RunDir
 from pipeline.report_format import Table, as_text, interval, number, size
@@ -144,11 +144,40 @@ def test_everything_is_shown_and_nothing_is_left_out(page):
 
 def test_every_table_has_rows(complete):
     evidence = report_evidence.read(complete)
-    for section in SECTIONS:
-        for make in section.tables:
-            made = make(evidence)
-            assert made is not None, (section.title, make)
-            assert {len(row) for row in made.rows} == {len(made.columns)}, made.title
+    made = [make(evidence) for section in SECTIONS for make in section.tables]
+    shown = [table for table in made if table is not None]
+    # All but those of a paper's numbers.
+    assert len(made) - len(shown) == 3
+    for table in shown:
+        assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
+
+
+def test_a_decision_from_a_papers_numbers_shows_them(tmp_path):
+    """Nothing but the plan lies in its folder; the numbers are the program's."""
+    run = RunDir.at(tmp_path)
+    found = replay.evidence(replay.CHEN_2023)
+    plan = example.plan()
+    lineage = dataclasses.replace(plan.lineage, inputs=found.profile.lineage.inputs)
+    artifacts.write(run.plan, dataclasses.replace(plan, lineage=lineage, details=found.details))
+    evidence = report_evidence.read(run)
+    assert evidence.profile == found.profile
+    assert evidence.acceptance == found.acceptance
+    made = [make(evidence) for make in SECTIONS[0].tables[1:]]
+    assert [len(table.rows) for table in made if table] == [3, 14, 4]
+    # The same inputs by name, but not by content, are not the paper's.
+    other = dict.fromkeys(lineage.inputs, "0" * 64)
+    lineage = dataclasses.replace(lineage, inputs=other)
+    artifacts.write(run.plan, dataclasses.replace(plan, lineage=lineage))
+    assert report_evidence.read(run).profile is None
+
+
+def test_notes_on_the_evidence_stand_apart_from_the_reason():
+    plan = example.plan()
+    noted = dataclasses.replace(
+        plan, reason=f"{plan.reason} First. Second.", details={"notes": ["First.", "Second."]}
+    )
+    assert report_decision.reason(noted) == (plan.reason, ["First.", "Second."])
+    assert report_decision.reason(plan) == (plan.reason, [])
 
 
 def test_config_and_lineage_of_every_artifact(page):
