@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from drafters import model_card
+from drafters.compilation import keep_programs
 from drafters.mesh import Topology
 from pipeline import (
     candidates,
@@ -423,6 +424,7 @@ def main() -> None:
         bindings=flags.gin_bindings,
         supplied={"run_dir": flags.run_dir, "dry_run": flags.dry_run},
     )
+    keep_programs()
     configured.stage(config=configured.config_str)
 
 

@@ -100,8 +100,11 @@ class Decision:
         return next(iter(self.ranking[1:]), None)
 
     def regret(self, other: Judged) -> float:
-        """How much worse `other` is than the chosen one, relative."""
-        return other.score(self.objective) / self.chosen.score(self.objective) - 1
+        """How much worse `other` is than the chosen one, relative; of means that were measured, these."""
+        chosen = self.chosen
+        if self.objective == "mean" and chosen.measured and other.measured:
+            return other.measured.ms_per_token / chosen.measured.ms_per_token - 1
+        return other.score(self.objective) / chosen.score(self.objective) - 1
 
 
 def judged(forecast: Forecast, timed: Mapping[Option, Loop]) -> list[Judged]:
@@ -153,7 +156,7 @@ def decide(field: Sequence[Judged], objective: Objective) -> Decision:
     best = next(iter(won or rivals), None)
     chosen = won[0] if won else plain
     rest = ranked((one for one in (plain, *others) if one is not chosen), objective)
-    return Decision(
+    found = Decision(
         objective=objective,
         plain=plain,
         chosen=chosen,
@@ -161,6 +164,7 @@ def decide(field: Sequence[Judged], objective: Objective) -> Decision:
         gain=_gain(best, plain, objective) if best else Gain(1.0, 1.0, 1.0),
         ranking=(chosen, *rest),
     )
+    return dataclasses.replace(found, ranking=(chosen, *sorted(rest, key=found.regret)))
 
 
 def _not_slower(others: list[Judged], objective: Objective) -> list[Judged]:
@@ -311,7 +315,13 @@ def _why(decision: Decision) -> Iterator[str]:
         f"({how}, {gain.low:.2f} to {gain.high:.2f})."
     )
     if other := decision.runner_up:
-        yield f"Next best: {other.option} ({100 * decision.regret(other):+.1f}%)."
+        regret = 100 * decision.regret(other)
+        worse = (
+            f"{regret:.1f}% worse"
+            if regret >= 0
+            else f"{-regret:.1f}% better in a run too short to tell"
+        )
+        yield f"Next best: {other.option}, {worse}."
 
 
 def _why_not(decision: Decision) -> Iterator[str]:
