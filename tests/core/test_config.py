@@ -209,7 +209,7 @@ def test_gin_is_locked_after_loading():
 
 
 def test_other_stages_and_what_only_they_use_are_skipped():
-    text = TARGET + "codesign.objective = 'mean'\nPLAN = @x/Costs()\ncodesign.costs = %PLAN\n"
+    text = TARGET + "codesign.objective = 'mean'\nPLAN = @x/Costs()\ncodesign.traffic = %PLAN\n"
     text += "x/Costs.weights = @Weights()\nWeights.a = 1"
     assert load(text).stage()[0].layers == 2
 
