@@ -37,7 +37,7 @@ from pipeline.profile_artifact import AlphaBeta, LatencyModel, Profile, Step, Wh
 from pipeline.work import Pass, Work, work_of
 
 # Names say what a coefficient multiplies; collectives are a factor on what they take by themselves.
-TERMS = (
+TERMS: tuple[str, ...] = (
     "weights_us_per_mib",
     "cache_us_per_mib",
     "arithmetic_us_per_mflop",

@@ -12,14 +12,13 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import jax
 from tqdm import tqdm
 
 from drafters.mesh import Topology
-from drafters.shapes import DTYPE_BYTES, Rope, TransformerShape
+from drafters.shapes import Rope, TransformerShape
 from pipeline import (
     collective_fit,
     compiled,
@@ -27,7 +26,9 @@ from pipeline import (
     figures_profile,
     latency,
     peaks,
+    profile_outlook,
     profile_results,
+    profile_summary,
     report,
     step_times,
 )
@@ -35,17 +36,16 @@ from pipeline import collectives as collective_times
 from pipeline.cell_store import CellStore
 from pipeline.collectives import CollectiveGrid
 from pipeline.core import artifacts, config
-from pipeline.core.errors import UserError, run_cli
+from pipeline.core.errors import run_cli
 from pipeline.core.events import EventWriter
 from pipeline.core.run_dir import RunDir
 from pipeline.latency import Machine
 from pipeline.noise import NoiseMeter
-from pipeline.profile_artifact import Collective, LatencyModel, Profile, ProfiledTopology
+from pipeline.profile_artifact import Collective, Profile, ProfiledTopology
 from pipeline.profile_grid import CompileGrid, Grid, Model, Plan
 from pipeline.stopwatch import Sampling, Stopwatch
 from pipeline.subjects import Subject, weights_hashes
 from pipeline.watching import say
-from pipeline.work import held_bytes
 from serving.pair import NGRAM
 
 SETTINGS = (
@@ -93,7 +93,7 @@ def profile(
     run = RunDir.at(run_dir)
     plan = _plan(run, target, drafters, topology, grid)
     if dry_run:
-        for line in _outlook(plan, collectives, compiling, compile_only):
+        for line in profile_outlook.outlook(plan, collectives, compiling, compile_only):
             say(line)
         return
     untold = [one.name for one in (target, *drafters, *grid.shapes) if one.shape is None]
@@ -166,7 +166,7 @@ class _Stage:
         topology = self._plan.topology
         topology.prepare()
         topology.mesh()
-        _require_memory(self._plan)
+        profile_outlook.require_memory(self._plan)
 
     def _measured(self, store: CellStore) -> Profile:
         plan, meter = self._plan, NoiseMeter()
@@ -206,10 +206,10 @@ class _Stage:
             latency_model=model,
             noise=meter.noise(outliers),
             notes=(
-                *_layout_notes(plan),
+                *profile_outlook.layout_notes(plan),
                 *unexpected,
                 *profile_results.disagreements(layers),
-                *_model_notes(model),
+                *profile_summary.model_notes(model),
             ),
         )
 
@@ -244,7 +244,7 @@ class _Stage:
             for name, figure in figures_profile.all_of(found).items():
                 events.image(0, f"profile/{name}", figures.png(figure))
         report.update(self._run)
-        for line in _summary(found):
+        for line in profile_summary.summary(found):
             say(line)
         say(f"wrote {self._run.profile}")
 
@@ -314,156 +314,6 @@ def _nothing_measured(plan: Plan, lineage: artifacts.Lineage) -> Profile:
         alpha_beta={},
         steps=(),
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# Before a device is touched
-# --------------------------------------------------------------------------------------------------
-
-
-def _outlook(
-    plan: Plan, collectives: CollectiveGrid, compiling: CompileGrid, compile_only: bool
-) -> Iterator[str]:
-    """The plan in lines: models, memory, cells."""
-    topology = plan.topology
-    yield f"{topology.name}: {topology.num_chips} chips ({topology.platform})"
-    capacity = plan.grid.capacity(max(plan.grid.contexts))
-    for model in plan.models:
-        shape = model.shape
-        held = held_bytes(
-            shape, topology.num_chips, max(plan.grid.batches), capacity, topology.serving_dtype
-        )
-        yield (
-            f"{model.name}: {shape.num_layers} layers of width {shape.width}, {shape.num_params():,} "
-            f"parameters; weights and cache take {held / 1e6:,.1f} MB per chip over all chips"
-        )
-    yield from _layout_notes(plan)
-    if compile_only:
-        steps = len(compiling.tokens) * len(compiling.batches) * len(compiling.contexts)
-        yield f"{steps * (1 + len(plan.drafters))} programs compiled for {topology.compile_target}"
-        return
-    alone = collective_cells(topology, collectives)
-    yield (
-        f"{alone} cells of collectives, {len(plan.target_steps())} of the target's passes, "
-        f"{len(plan.other_steps())} of other models' passes, {len(plan.rounds())} of rounds"
-    )
-    yield f"about {_needed_bytes(plan) / 1e9:,.2f} GB of memory {_whose(topology)}"
-
-
-def collective_cells(topology: Topology, grid: CollectiveGrid) -> int:
-    """How many collectives are timed."""
-    return len(collective_times.cells(topology, grid, topology.serving_dtype))
-
-
-def _layout_notes(plan: Plan) -> Iterator[str]:
-    if plan.topology.num_chips == 1:
-        return
-    for model in plan.models:
-        for note in model.shape.layout(plan.topology.num_chips).notes():
-            yield f"{model.name}: {note}"
-
-
-def _whose(topology: Topology) -> str:
-    return "on the host" if topology.platform == "cpu" else "per chip"
-
-
-def _needed_bytes(plan: Plan) -> int:
-    """At most: per chip, or of the whole host where its chips share one memory."""
-    topology, grid = plan.topology, plan.grid
-    sharers = topology.num_chips if topology.platform == "cpu" else 1
-    batch, capacity = max(grid.batches), grid.capacity(max(grid.contexts))
-
-    def needed(shape: TransformerShape, chips: int, caches: int) -> int:
-        empty = held_bytes(shape, chips, 0, capacity, topology.serving_dtype)
-        full = held_bytes(shape, chips, batch, capacity, topology.serving_dtype)
-        return sharers * (empty + caches * (full - empty))
-
-    # Removing collectives takes a second copy of the target's weights, and of the shallow one.
-    target = needed(plan.target.shape, topology.num_chips, step_times.TOGETHER)
-    apart = sum(
-        needed(model.shape, topology.num_chips, 1) for model in (plan.target, plan.shallow) if model
-    )
-    fewest = min(seat.chips for seat in plan.seats)
-    drafters = sum(needed(model.shape, fewest, 1) for model in plan.drafters)
-    scores = 4 * plan.target.shape.vocab_size * batch * (max(grid.drafts) + 1)
-    return target + max(apart, drafters) + step_times.TOGETHER * sharers * scores
-
-
-def _require_memory(plan: Plan) -> None:
-    """Refuses what does not fit, before anything is allocated."""
-    topology, needed = plan.topology, _needed_bytes(plan)
-    there = _host_bytes() if topology.platform == "cpu" else topology.hbm_bytes
-    if not there or needed <= there:
-        return
-    shape = plan.target.shape
-    raise UserError(
-        f"the profile of {plan.target.name} on {topology.name} needs about {needed / 1e9:,.1f} GB "
-        f"{_whose(topology)} ({shape.weight_bytes(topology.serving_dtype) / 1e9:,.1f} GB of the target's "
-        f"weights on {topology.num_chips} chips; caches of {max(plan.grid.batches)} rows and "
-        f"{plan.grid.capacity(max(plan.grid.contexts))} positions), and {there / 1e9:,.1f} GB are there: "
-        "choose a smaller shape, fewer Grid.batches, shorter Grid.contexts or more chips"
-    )
-
-
-def _host_bytes() -> float:
-    """Memory that is available; 0 if that cannot be told."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return 0.0
-    found = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
-    return 1024 * float(next(found, 0))
-
-
-# --------------------------------------------------------------------------------------------------
-# What a person is told
-# --------------------------------------------------------------------------------------------------
-
-
-def _model_notes(model: LatencyModel | None) -> Iterator[str]:
-    if model is None:
-        yield "no latency model: it takes at least two shapes"
-        return
-    good = model.median_error <= latency.GOOD_MEDIAN and model.worst_error <= latency.GOOD_WORST
-    yield (
-        f"the latency model is off by {model.median_error:.0%} in the median and {model.worst_error:.0%} at "
-        f"worst on shapes that were left out of its fit{'' if good else ': do not trust it for new shapes'}"
-    )
-
-
-def _summary(found: Profile) -> Iterator[str]:
-    rows = {
-        op: fit.r2 for op, fit in found.alpha_beta.items() if fit.chips == found.topology.num_chips
-    }
-    for name in rows:
-        curve = found.alpha_beta[name]
-        row = DTYPE_BYTES[curve.dtype] * _width(found)
-        yield collective_fit.where_latency_bound_ends(curve, row)
-    for step in found.steps:
-        if step.dispatch == "fused":
-            yield (
-                f"{step.model:24} {step.phase:7} T = {step.tokens:<4} {step.placement:8} "
-                f"{step.chips_per_copy:3} chips {step.latency_ms.p50:9.3f} ms  "
-                f"bandwidth {step.bandwidth_utilisation:4.0%}  flops {step.flop_utilisation:4.0%}"
-            )
-    yield from _round_lines(found)
-    yield from found.notes
-
-
-def _width(found: Profile) -> int:
-    widths: Iterable[int] = (s.shape["width"] for s in found.steps if s.model == found.target)
-    return next(iter(widths), 1)
-
-
-def _round_lines(found: Profile) -> Iterator[str]:
-    for one in found.rounds:
-        who = f"{one.drafter} K = {one.k}, {one.placement}" if one.k else "plain decoding"
-        rest = one.round_ms.p50 - one.draft_ms - one.score_ms - one.broadcast_us / 1e3
-        yield (
-            f"round of {who:28} {one.round_ms.p50:9.3f} ms = draft {one.draft_ms:.3f} + score "
-            f"{one.score_ms:.3f} + broadcast {one.broadcast_us / 1e3:.3f} + the rest {rest:.3f}"
-            f"{' (predicted)' if one.source == 'predicted' else ''}"
-        )
 
 
 def main() -> None:

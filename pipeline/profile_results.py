@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -40,10 +41,11 @@ def steps(
 
 def _steps(cell: StepCell, times: Times, mesh: ProfiledTopology, dtype: str) -> Iterator[Step]:
     timed = times[cell.key]
-    for dispatch, found in (("fused", timed.fused), ("single", timed.single)):
-        if dispatch == "single" and cell.phase != "decode":
-            continue
-        bandwidth, flops = _utilisation(cell, found.p50, mesh, dtype)
+    found: dict[Literal["fused", "single"], Quantiles] = {"fused": timed.fused}
+    if cell.phase == "decode":
+        found["single"] = timed.single
+    for dispatch, latency_ms in found.items():
+        bandwidth, flops = _utilisation(cell, latency_ms.p50, mesh, dtype)
         yield Step(
             model=cell.model,
             shape=artifacts.to_json(cell.shape),
@@ -56,7 +58,7 @@ def _steps(cell: StepCell, times: Times, mesh: ProfiledTopology, dtype: str) -> 
             capacity=cell.capacity,
             phase=cell.phase,
             dispatch=dispatch,
-            latency_ms=found,
+            latency_ms=latency_ms,
             collectives_per_layer=_per_layer(cell, timed),
             layer_collective_us=_layer_collective_us(cell, times),
             bandwidth_utilisation=bandwidth,

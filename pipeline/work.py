@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from drafters.shapes import DTYPE_BYTES, TransformerShape
 
@@ -127,9 +127,7 @@ def held_bytes(shape: TransformerShape, chips: int, batch: int, capacity: int, d
     return share.weight_bytes(dtype) + batch * capacity * share.cache_bytes_per_token(dtype)
 
 
-def width_utilisation(
-    shape: TransformerShape, chips: int, platform: Literal["cpu", "gpu", "tpu"]
-) -> float:
+def width_utilisation(shape: TransformerShape, chips: int, platform: str) -> float:
     """The share of a chip's matrix tiles that its weights fill, by weight: 1 where all sizes divide.
 
     A narrow model on many chips has slices thinner than a tile; the rest of each tile is wasted.

@@ -221,7 +221,8 @@ def _noise() -> np.ndarray:
     return np.random.default_rng(0).standard_normal(_BLOCK, np.float32)
 
 
-def _size(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _size(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the part of an array of `shape` that `index`, a slice per axis, is of."""
     sizes = zip(index, shape, strict=True)
     return tuple(len(range(*part.indices(length))) for part, length in sizes)
 

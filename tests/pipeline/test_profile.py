@@ -7,7 +7,7 @@ import pytest
 
 from drafters.mesh import Topology
 from drafters.shapes import TransformerShape
-from pipeline import figures_profile, step_times
+from pipeline import figures_profile, profile_outlook, step_times
 from pipeline import profile as stage
 from pipeline.collectives import CollectiveGrid
 from pipeline.compiled import Wanted
@@ -178,7 +178,7 @@ def test_more_chips_than_there_are(tmp_path):
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage, "_host_bytes", lambda: 1e3)
+    monkeypatch.setattr(profile_outlook, "host_bytes", lambda: 1e3)
     with pytest.raises(UserError, match=r"needs about .* GB on the host .* 0\.0 GB are there"):
         run(tmp_path)
     assert not list(tmp_path.glob("profile*"))

@@ -1,0 +1,112 @@
+"""What a profile is going to do, and whether there is memory for it: said before a device is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from drafters.mesh import Topology
+from drafters.shapes import TransformerShape
+from pipeline import step_times
+from pipeline.collectives import CollectiveGrid, cells
+from pipeline.core.errors import UserError
+from pipeline.profile_grid import CompileGrid, Plan
+from pipeline.work import held_bytes
+
+
+def outlook(
+    plan: Plan, collectives: CollectiveGrid, compiling: CompileGrid, compile_only: bool
+) -> Iterator[str]:
+    """The plan in lines: models, memory, cells.
+
+    Raises:
+      UserError: a collective is asked for that the mesh has not.
+    """
+    topology = plan.topology
+    yield f"{topology.name}: {topology.num_chips} chips ({topology.platform})"
+    capacity = plan.grid.capacity(max(plan.grid.contexts))
+    for model in plan.models:
+        shape = model.shape
+        held = held_bytes(
+            shape, topology.num_chips, max(plan.grid.batches), capacity, topology.serving_dtype
+        )
+        yield (
+            f"{model.name}: {shape.num_layers} layers of width {shape.width}, {shape.num_params():,} "
+            f"parameters; weights and cache take {held / 1e6:,.1f} MB per chip over all chips"
+        )
+    yield from layout_notes(plan)
+    if compile_only:
+        steps = len(compiling.tokens) * len(compiling.batches) * len(compiling.contexts)
+        yield f"{steps * (1 + len(plan.drafters))} programs compiled for {topology.compile_target}"
+        return
+    alone = len(cells(topology, collectives, topology.serving_dtype))
+    yield (
+        f"{alone} cells of collectives, {len(plan.target_steps())} of the target's passes, "
+        f"{len(plan.other_steps())} of other models' passes, {len(plan.rounds())} of rounds"
+    )
+    yield f"about {_needed_bytes(plan) / 1e9:,.2f} GB of memory {_whose(topology)}"
+
+
+def layout_notes(plan: Plan) -> Iterator[str]:
+    """What a person should know about how the models lie on all chips."""
+    if plan.topology.num_chips == 1:
+        return
+    for model in plan.models:
+        for note in model.shape.layout(plan.topology.num_chips).notes():
+            yield f"{model.name}: {note}"
+
+
+def _whose(topology: Topology) -> str:
+    return "on the host" if topology.platform == "cpu" else "per chip"
+
+
+def _needed_bytes(plan: Plan) -> int:
+    """At most: per chip, or of the whole host where its chips share one memory."""
+    topology, grid = plan.topology, plan.grid
+    sharers = topology.num_chips if topology.platform == "cpu" else 1
+    batch, capacity = max(grid.batches), grid.capacity(max(grid.contexts))
+
+    def needed(shape: TransformerShape, chips: int, caches: int) -> int:
+        empty = held_bytes(shape, chips, 0, capacity, topology.serving_dtype)
+        full = held_bytes(shape, chips, batch, capacity, topology.serving_dtype)
+        return sharers * (empty + caches * (full - empty))
+
+    # Removing collectives takes a second copy of the target's weights, and of the shallow one.
+    target = needed(plan.target.shape, topology.num_chips, step_times.TOGETHER)
+    apart = sum(
+        needed(model.shape, topology.num_chips, 1) for model in (plan.target, plan.shallow) if model
+    )
+    fewest = min(seat.chips for seat in plan.seats)
+    drafters = sum(needed(model.shape, fewest, 1) for model in plan.drafters)
+    scores = 4 * plan.target.shape.vocab_size * batch * (max(grid.drafts) + 1)
+    return target + max(apart, drafters) + step_times.TOGETHER * sharers * scores
+
+
+def require_memory(plan: Plan) -> None:
+    """Refuses what does not fit, before anything is allocated.
+
+    Raises:
+      UserError: with what is needed and what is there.
+    """
+    topology, needed = plan.topology, _needed_bytes(plan)
+    there = host_bytes() if topology.platform == "cpu" else topology.hbm_bytes
+    if not there or needed <= there:
+        return
+    shape = plan.target.shape
+    raise UserError(
+        f"the profile of {plan.target.name} on {topology.name} needs about {needed / 1e9:,.1f} GB "
+        f"{_whose(topology)} ({shape.weight_bytes(topology.serving_dtype) / 1e9:,.1f} GB of the target's "
+        f"weights on {topology.num_chips} chips; caches of {max(plan.grid.batches)} rows and "
+        f"{plan.grid.capacity(max(plan.grid.contexts))} positions), and {there / 1e9:,.1f} GB are there: "
+        "choose a smaller shape, fewer Grid.batches, shorter Grid.contexts or more chips"
+    )
+
+
+def host_bytes() -> float:
+    """Memory that is available; 0 if that cannot be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return 0.0
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    return 1024 * float(next(found, 0))
