@@ -454,3 +454,6 @@ def _docstrings(source: str) -> list[str]:
     nodes = [node for node in ast.walk(_parse(source)) if isinstance(node, documented)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
     return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+CORPORA = (ChatCorpus, JsonlCorpus, ParquetCorpus, PythonCode, PythonProse, TextCorpus)

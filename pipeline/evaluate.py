@@ -23,11 +23,10 @@ from pipeline.acceptance_artifact import Acceptance, Score, Skipped
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, run_cli
 from pipeline.core.run_dir import RunDir
-from pipeline.corpora import Absent
+from pipeline.corpora import CORPORA, Absent
 from pipeline.evaluation import PLAIN, Evaluator, Piece, Work
 from pipeline.subjects import weights_hashes
 from pipeline.tasks import CorpusPrompts, HumanEval, XSum
-from pipeline.train import CORPORA
 from pipeline.trials import Trial
 from pipeline.watching import say
 from serving.pair import NGRAM, model_folder

@@ -29,14 +29,7 @@ from pipeline.cached_teacher import CachedFeed, cache_of, local_rows, rows_of
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, run_cli
 from pipeline.core.run_dir import RunDir
-from pipeline.corpora import (
-    ChatCorpus,
-    JsonlCorpus,
-    ParquetCorpus,
-    PythonCode,
-    PythonProse,
-    TextCorpus,
-)
+from pipeline.corpora import CORPORA
 from pipeline.objectives import Objective
 from pipeline.rendezvous import Membership
 from pipeline.text import Text
@@ -443,8 +436,6 @@ def _results(held_out: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         for metric in ("overlap", "agreement", "perplexity")
     }
 
-
-CORPORA = (ChatCorpus, JsonlCorpus, ParquetCorpus, PythonCode, PythonProse, TextCorpus)
 
 SETTINGS = (
     *CORPORA,
