@@ -31,6 +31,8 @@ SHAPE = TransformerShape(
 SMALL = dataclasses.replace(SHAPE, num_layers=1)
 SETTING = timing.Setting(context=20, capacity=128)
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.parametrize("drafter", [SMALL, None], ids=["model", "lookup"])
 def test_every_call_plays_the_same_rounds_in_one_program(drafter):
