@@ -7,6 +7,7 @@ child process (`pipeline.tpu_compiler`), one at a time; the caller's own devices
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -40,8 +41,7 @@ class Wanted:
 
     Attributes:
       chips_per_copy: chips that one copy of the model is sharded over; 0 for all.
-      extrapolate: compile a deep model at two small depths and go on from them in a straight line: a
-        fraction of the work. A shallow one is compiled as it is.
+      interpolate: take it from the steps with the next fewer and next more tokens instead of compiling it.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Wanted:
     context: int = 1024
     chips_per_copy: int = 0
     dtype: str = "bfloat16"
-    extrapolate: bool = False
+    interpolate: bool = False
 
     def __post_init__(self):
         if min(self.tokens, self.batch) < 1 or self.dtype not in DTYPE_BYTES:
@@ -64,13 +64,6 @@ class Wanted:
                 f"{self.model} has a context of {self.shape.context}: {self.tokens} new tokens behind "
                 f"{self.context} others do not fit, choose a smaller context"
             )
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """Depths to compile instead of the model's own; () for that one."""
-        pattern = len(self.shape.layer_pattern)
-        low, high = 2 * pattern, 4 * pattern
-        return (low, high) if self.extrapolate and self.shape.num_layers > 2 * high else ()
 
     @property
     def capacity(self) -> int:
@@ -110,16 +103,33 @@ def compile_steps(
         ready by then have been handed to `on_program`.
     """
     compile_targets.generation_of(topology)
-    done = {_key(program): program for program in known}
-    keys = [_wanted_key(topology, one) for one in wanted]
-    missing = tuple(one for one, key in zip(wanted, keys, strict=True) if key not in done)
-    if missing:
+    done = {key_of(program): program for program in known if not program.interpolated_between}
+    asked = [one for one in wanted if not one.interpolate]
+    if missing := tuple(one for one in asked if wanted_key(topology, one) not in done):
         _require_compiler(topology)
         request = Request(topology=topology, programs=missing, threads=threads)
         for program in _ask_child(request):
-            done[_key(program)] = program
+            done[key_of(program)] = program
             on_program(program)
-    return tuple(done[key] for key in keys)
+    found = [done[wanted_key(topology, one)] for one in asked]
+    return tuple(
+        _between(found, topology, one) if one.interpolate else done[wanted_key(topology, one)]
+        for one in wanted
+    )
+
+
+def key_of(program: CompiledProgram) -> str:
+    """Names a program among those of a profile."""
+    where = (program.topology, program.chips)
+    what = (program.model, *where, program.batch, program.tokens, program.context, program.dtype)
+    return "compiled " + " ".join(map(str, what))
+
+
+def wanted_key(topology: Topology, wanted: Wanted) -> str:
+    """`key_of` the program that answers `wanted`."""
+    where = (topology.name, wanted.chips_per_copy or topology.num_chips)
+    what = (wanted.model, *where, wanted.batch, wanted.tokens, wanted.context, wanted.dtype)
+    return "compiled " + " ".join(map(str, what))
 
 
 def expected_collectives(shape: TransformerShape, chips: int) -> dict[str, int]:
@@ -133,7 +143,7 @@ def findings(programs: Sequence[CompiledProgram]) -> tuple[str, ...]:
     """What a person should know about these programs, one sentence each."""
     return (
         *_estimates_leave_out(programs),
-        *_extrapolated(programs),
+        *_interpolated(programs),
         *_unfit(programs),
         *_other_collectives(programs),
         *_slower_with_fewer_tokens(programs),
@@ -152,16 +162,15 @@ def _estimates_leave_out(programs: Sequence[CompiledProgram]) -> Iterator[str]:
         )
 
 
-def _extrapolated(programs: Sequence[CompiledProgram]) -> Iterator[str]:
-    groups: dict[Any, list[str]] = {}
+def _interpolated(programs: Sequence[CompiledProgram]) -> Iterator[str]:
+    groups: dict[tuple[str, str], list[str]] = {}
     for program in programs:
-        if program.compiled_layers:
-            key = (program.model, program.compiled_layers)
-            groups.setdefault(key, []).append(str(program.tokens))
-    for (model, (low, high)), tokens in groups.items():
+        if program.interpolated_between:
+            groups.setdefault((program.model, program.topology), []).append(str(program.tokens))
+    for (model, topology), tokens in groups.items():
         yield (
-            f"{model} at T = {', '.join(tokens)} was compiled with {low} and {high} layers; its sizes, "
-            "collectives and cycles go on from them in a straight line"
+            f"{model} for {topology} was not compiled at T = {', '.join(tokens)}: sizes and cycles there lie "
+            "between those of the next fewer and the next more tokens"
         )
 
 
@@ -204,17 +213,56 @@ def _slower_with_fewer_tokens(programs: Sequence[CompiledProgram]) -> Iterator[s
                 )
 
 
+# ---------------------------------------------------------------------------- interpolation
+
+
+def _between(
+    found: Sequence[CompiledProgram], topology: Topology, wanted: Wanted
+) -> CompiledProgram:
+    """The program of `wanted` on the line between its neighbours in T.
+
+    Raises:
+      UserError: there is none with fewer tokens, or none with more.
+    """
+    here = dataclasses.replace(wanted, tokens=1)
+    same = {
+        program.tokens: program
+        for program in found
+        if wanted_key(topology, here) == key_of(dataclasses.replace(program, tokens=1))
+    }
+    fewer = max((tokens for tokens in same if tokens < wanted.tokens), default=0)
+    more = min((tokens for tokens in same if tokens > wanted.tokens), default=0)
+    if not fewer or not more:
+        raise UserError(
+            f"{wanted.model} at T = {wanted.tokens} cannot be interpolated: of fewer and of more tokens one "
+            f"must be compiled, and T = {sorted(same)} are"
+        )
+    return _mixed(same[fewer], same[more], wanted.tokens)
+
+
+def _mixed(fewer: CompiledProgram, more: CompiledProgram, tokens: int) -> CompiledProgram:
+    share = (tokens - fewer.tokens) / (more.tokens - fewer.tokens)
+
+    def mix(first: float, second: float) -> float:
+        return first + share * (second - first)
+
+    cycles = None
+    if fewer.estimated_cycles is not None and more.estimated_cycles is not None:
+        cycles = mix(fewer.estimated_cycles, more.estimated_cycles)
+    return dataclasses.replace(
+        more,
+        tokens=tokens,
+        argument_bytes=round(mix(fewer.argument_bytes, more.argument_bytes)),
+        temporary_bytes=round(mix(fewer.temporary_bytes, more.temporary_bytes)),
+        output_bytes=round(mix(fewer.output_bytes, more.output_bytes)),
+        fits=fewer.fits and more.fits,
+        estimated_cycles=cycles,
+        compile_s=0.0,
+        interpolated_between=(fewer.tokens, more.tokens),
+    )
+
+
 # ---------------------------------------------------------------------------- parent
-
-
-def _key(program: CompiledProgram) -> tuple[Any, ...]:
-    where = (program.topology, program.chips)
-    return (program.model, *where, program.batch, program.tokens, program.context, program.dtype)
-
-
-def _wanted_key(topology: Topology, wanted: Wanted) -> tuple[Any, ...]:
-    where = (topology.name, wanted.chips_per_copy or topology.num_chips)
-    return (wanted.model, *where, wanted.batch, wanted.tokens, wanted.context, wanted.dtype)
 
 
 def _require_compiler(topology: Topology) -> None:

@@ -18,7 +18,7 @@ from drafters import model_card
 from drafters.compilation import keep_programs
 from drafters.mesh import Topology
 from drafters.model_card import ModelCard
-from pipeline import acceptance_tables, quality, report
+from pipeline import acceptance_tables, quality, report, sandbox
 from pipeline.acceptance_artifact import Acceptance, Score, Skipped
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, run_cli
@@ -185,7 +185,8 @@ def _contents(tasks: Sequence[Trial]) -> tuple[dict[Trial, str], list[Skipped]]:
         try:
             known[trial] = trial.task.content_hash()
         except Absent as absent:
-            skipped.append(Skipped(task=trial.name, reason=str(absent)))
+            one = Skipped(task=trial.name, reason=str(absent))
+            skipped += [one] if one not in skipped else []
     if not known:
         raise UserError(f"no task can be run: {'; '.join(one.reason for one in skipped)}")
     return known, skipped
@@ -310,6 +311,11 @@ def _score(
 ) -> dict[Work, Score]:
     """The plain arm of a trial against every drafter's."""
     prompts = evaluator.asked(arm).prompts
+    if arm.trial.metric == "pass":
+        how = sandbox.run_python("pass").containment
+        say(
+            f"generated code runs contained by {how}; pipeline/sandbox.py says what that guarantees"
+        )
     plain = quality.measured(arm.trial, prompts, _texts(pieces[arm]))
     found = {}
     for work in others:

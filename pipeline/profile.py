@@ -41,7 +41,7 @@ from pipeline.core.events import EventWriter
 from pipeline.core.run_dir import RunDir
 from pipeline.latency import Machine
 from pipeline.noise import NoiseMeter
-from pipeline.profile_artifact import Collective, Profile, ProfiledTopology
+from pipeline.profile_artifact import Collective, CompiledProgram, Profile, ProfiledTopology
 from pipeline.profile_grid import CompileGrid, Grid, Model, Plan
 from pipeline.stopwatch import Sampling, Stopwatch
 from pipeline.subjects import Subject, weights_hashes
@@ -252,19 +252,32 @@ class _Stage:
         """Compiles every model's steps for the topology and keeps what they say."""
         plan = self._plan
         wanted = [
-            compiled.Wanted(model=m.name, shape=m.shape, tokens=t, batch=b, context=c)
+            compiled.Wanted(
+                model=m.name,
+                shape=m.shape,
+                tokens=t,
+                batch=b,
+                context=c,
+                interpolate=t in grid.interpolated,
+            )
             for m, b, c, t in itertools.product(
                 (plan.target, *plan.drafters), grid.batches, grid.contexts, grid.tokens
             )
         ]
-        known = self._known.compiled if self._known else ()
+        store = CellStore(self._run.root / "compiled_cells.jsonl", self._lineage)
+        kept = [store.get(compiled.wanted_key(plan.topology, one), CompiledProgram) for one in wanted]
+        known = (*(self._known.compiled if self._known else ()), *filter(None, kept))
         with tqdm(total=len(wanted), unit="program", disable=not sys.stderr.isatty()) as bar:
-            programs = compiled.compile_steps(
-                plan.topology, wanted, known=known, on_program=lambda _: bar.update()
-            )
+
+            def keep(program: CompiledProgram) -> None:
+                store.put(compiled.key_of(program), program)
+                bar.update()
+
+            programs = compiled.compile_steps(plan.topology, wanted, known=known, on_program=keep)
         base = self._known or _nothing_measured(plan, self._lineage)
         notes = dict.fromkeys((*base.notes, *compiled.findings(programs)))
         self._write(dataclasses.replace(base, compiled=programs, notes=tuple(notes)))
+        store.discard()
 
     def trace(self, folder: str) -> None:
         """Writes a trace of the target's decode step and of a round."""

@@ -195,8 +195,8 @@ class CompiledProgram:
       collectives: kind -> number in the program, a loop body counted once per trip.
       expected_collectives: by the shape's formula.
       estimated_cycles: the compiler's; None if it gives none.
-      compiled_layers: () if the model itself was compiled; otherwise the two depths that were, and sizes,
-        collectives and cycles go on from them in a straight line.
+      interpolated_between: () if this program was compiled; otherwise the fewer and the more tokens whose
+        programs were, and its sizes and cycles lie on a straight line between theirs.
     """
 
     model: str
@@ -214,7 +214,7 @@ class CompiledProgram:
     expected_collectives: dict[str, int]
     estimated_cycles: float | None
     compile_s: float
-    compiled_layers: tuple[int, ...] = ()
+    interpolated_between: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,10 +97,12 @@ class CompileGrid:
 
     Attributes:
       tokens: T of every model's step.
+      interpolated: those T that are taken from their compiled neighbours on either side.
       batches, contexts: of those steps.
     """
 
     tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    interpolated: tuple[int, ...] = ()
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (1024,)
 
@@ -109,6 +111,13 @@ class CompileGrid:
             if min(getattr(self, name), default=0) < 1:
                 raise ValueError(
                     f"CompileGrid.{name} = {getattr(self, name)} must list positive numbers"
+                )
+        whole = set(self.tokens) - set(self.interpolated)
+        for count in self.interpolated:
+            if count not in self.tokens or not whole or not min(whole) < count < max(whole):
+                raise ValueError(
+                    f"CompileGrid.interpolated has {count}, which must be one of tokens = {self.tokens} "
+                    f"between two that are compiled, {sorted(whole)}"
                 )
 
 

@@ -103,8 +103,15 @@ def compared(
       trial: of the answers.
       plain, speculative: what `measured` says.
       seed: of the bootstrap.
+
+    Raises:
+      UserError: there is no such prompt.
     """
     both = sorted(plain.keys() & speculative.keys())
+    if not both:
+        raise UserError(
+            f"the task {trial.name!r}: no prompt was answered in full by both arms; give prompts that fit"
+        )
     arms = [np.array([values[place] for place in both]) for values in (plain, speculative)]
     times = statistics.resamples(len(both), np.random.default_rng(seed))
     before, after, difference = (

@@ -7,7 +7,6 @@ stdout, as soon as it is compiled. What the compiler and other libraries say goe
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,11 +76,19 @@ def _described_mesh(topology: Topology) -> Mesh:
     try:
         found = topologies.get_topology_desc(topology.compile_target, platform="tpu", **options)
     except jax.errors.JaxRuntimeError as error:
+        if "lockfile" in str(error):
+            raise UserError(
+                f"another program uses the TPU compiler: wait until it ends ({_first_line(error)})"
+            ) from error
         raise UserError(
             f"Topology {topology.name}: the compiler refuses compile_target = "
-            f"{topology.compile_target!r}: {str(error).splitlines()[0]}"
+            f"{topology.compile_target!r}: {_first_line(error)}"
         ) from error
     return topology.mesh_of(found.devices)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def compile_one(topology: Topology, mesh: Mesh, wanted: Wanted) -> CompiledProgram:
@@ -89,11 +96,9 @@ def compile_one(topology: Topology, mesh: Mesh, wanted: Wanted) -> CompiledProgr
     chips = wanted.chips_per_copy or topology.num_chips
     placement = Placement(mesh, topology.axes_of(chips))
     started = time.perf_counter()
-    depths = wanted.depths
-    if depths:
-        found = extrapolate([_compile(placement, wanted, depth) for depth in depths], wanted)
-    else:
-        found = _compile(placement, wanted, wanted.shape.num_layers)
+    arguments = _arguments(placement, wanted)
+    compiled, sizes = compile_if_it_fits(_step(placement, wanted), arguments)
+    program = hlo.read(compiled.as_text() or "") if compiled else hlo.Program(Counter(), None)
     return CompiledProgram(
         model=wanted.model,
         topology=topology.name,
@@ -102,67 +107,12 @@ def compile_one(topology: Topology, mesh: Mesh, wanted: Wanted) -> CompiledProgr
         tokens=wanted.tokens,
         context=wanted.context,
         dtype=wanted.dtype,
-        **found.sizes._asdict(),
-        fits=found.accepted and sum(found.sizes) <= topology.hbm_bytes,
-        collectives=dict(found.program.collectives),
+        **sizes._asdict(),
+        fits=compiled is not None and sum(sizes) <= topology.hbm_bytes,
+        collectives=dict(program.collectives),
         expected_collectives=expected_collectives(wanted.shape, chips),
-        estimated_cycles=found.program.estimated_cycles,
+        estimated_cycles=program.estimated_cycles,
         compile_s=time.perf_counter() - started,
-        compiled_layers=depths,
-    )
-
-
-class Sizes(NamedTuple):
-    """Bytes per chip."""
-
-    argument_bytes: int
-    temporary_bytes: int
-    output_bytes: int
-
-
-class Compiled(NamedTuple):
-    """One step at one depth; `accepted` unless the compiler found it too large."""
-
-    layers: int
-    sizes: Sizes
-    program: hlo.Program
-    accepted: bool = True
-
-
-def _compile(placement: Placement, wanted: Wanted, layers: int) -> Compiled:
-    shape = dataclasses.replace(wanted.shape, num_layers=layers)
-    wanted = dataclasses.replace(wanted, shape=shape)
-    arguments = _arguments(placement, wanted)
-    compiled, sizes = compile_if_it_fits(_step(placement, wanted), arguments)
-    if compiled is None:
-        return Compiled(layers, sizes, hlo.Program(Counter(), None), accepted=False)
-    return Compiled(layers, sizes, hlo.read(compiled.as_text() or ""))
-
-
-def extrapolate(pair: Sequence[Compiled], wanted: Wanted) -> Compiled:
-    """What two shallow models say about one of `wanted.shape.num_layers` layers.
-
-    Arguments and collectives grow exactly so with depth; temporaries and cycles nearly.
-    """
-    low, high = pair
-    layers = wanted.shape.num_layers
-    steps = (layers - high.layers) / (high.layers - low.layers)
-
-    def onward(first: float, second: float) -> float:
-        return max(0.0, second + steps * (second - first))
-
-    kinds = low.program.collectives | high.program.collectives
-    counts = {
-        kind: round(onward(low.program.collectives[kind], high.program.collectives[kind]))
-        for kind in kinds
-    }
-    first, second = low.program.estimated_cycles, high.program.estimated_cycles
-    cycles = None if first is None or second is None else onward(first, second)
-    return Compiled(
-        layers,
-        Sizes(*(round(onward(*both)) for both in zip(low.sizes, high.sizes, strict=True))),
-        hlo.Program(Counter(counts), cycles),
-        accepted=low.accepted and high.accepted,
     )
 
 
@@ -194,6 +144,14 @@ def _arguments(placement: Placement, wanted: Wanted) -> tuple[Any, ...]:
     block = (wanted.batch, wanted.tokens)
     tokens = jax.ShapeDtypeStruct(block, jnp.int32, sharding=placement.sharding())
     return placement.abstract_params(served, dtype), tokens, cache
+
+
+class Sizes(NamedTuple):
+    """Bytes per chip."""
+
+    argument_bytes: int
+    temporary_bytes: int
+    output_bytes: int
 
 
 def compile_if_it_fits(step: Any, arguments: tuple[Any, ...]) -> tuple[Any | None, Sizes]:

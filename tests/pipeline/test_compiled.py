@@ -5,14 +5,13 @@ import importlib.util
 import json
 import sys
 import textwrap
-from collections import Counter
 
 import jax
 import pytest
 
 from drafters.mesh import Topology
 from drafters.shapes import TransformerShape
-from pipeline import compile_targets, compiled, hlo, tpu_compiler
+from pipeline import compile_targets, compiled, tpu_compiler
 from pipeline.compiled import Request, Wanted
 from pipeline.core import artifacts
 from pipeline.core.errors import UserError
@@ -100,6 +99,24 @@ def test_known_programs_are_not_compiled_again(child):
     assert ready == [program(1)]
     child("raise SystemExit(1)")
     assert compiled.compile_steps(V4, [wanted(2)], known=[known]) == (known,)
+
+
+def test_steps_between_two_others_need_not_be_compiled(child):
+    child(ANSWERING)
+    fewer = program(2, argument_bytes=100, temporary_bytes=0, output_bytes=8, estimated_cycles=60.0)
+    more = program(5, argument_bytes=112, temporary_bytes=9, output_bytes=8, estimated_cycles=90.0)
+    steps = [wanted(3, interpolate=True), wanted(5), wanted(2), wanted(1)]
+    found = compiled.compile_steps(V4, steps, known=[fewer, more])
+    middle = program(
+        3, argument_bytes=104, temporary_bytes=3, output_bytes=8, estimated_cycles=70.0,
+        compile_s=0.0, interpolated_between=(2, 5),
+    )  # fmt: skip
+    assert found == (middle, more, fewer, program(1))
+    assert "was not compiled at T = 3" in "".join(compiled.findings(found))
+    # Once interpolated is not known: the same step, wanted whole, is compiled.
+    assert compiled.compile_steps(V4, [wanted(3)], known=found) == (program(3),)
+    with pytest.raises(UserError, match=r"T = 6 cannot be interpolated.*T = \[2, 5\] are"):
+        compiled.compile_steps(V4, [wanted(6, interpolate=True), *steps[1:3]], known=[fewer, more])
 
 
 @pytest.mark.parametrize(
@@ -209,41 +226,6 @@ def test_a_step_compiled_for_host_devices(chips, room):
     assert found.argument_bytes == needed
     assert found.fits == (room > 0)  # temporaries need some
     assert found.collectives == found.expected_collectives == {"all-reduce": 5, "all-gather": 1}
-
-
-def test_a_deep_model_goes_on_from_two_shallow_ones():
-    """Exactly so in what grows layer by layer."""
-    two = dataclasses.replace(HOST, axes=("x",), sizes=(2,))
-    step = dataclasses.replace(
-        wanted(3, dtype="float32", extrapolate=True),
-        shape=dataclasses.replace(SHAPE, num_layers=9),
-    )
-    found = tpu_compiler.compile_one(two, two.mesh(), step)
-    assert found.compiled_layers == (2, 4)
-    assert found.argument_bytes == argument_bytes(step, 2)
-    assert found.collectives == found.expected_collectives == {"all-reduce": 19, "all-gather": 1}
-    assert "with 2 and 4 layers" in "".join(compiled.findings([found]))
-
-
-def test_what_is_extrapolated():
-    def one(layers, cycles, accepted=True):
-        counted = Counter({"all-reduce": 2 * layers + 1, "all-gather": 1})
-        sizes = tpu_compiler.Sizes(100 * layers + 7, 5, 3)
-        return tpu_compiler.Compiled(layers, sizes, hlo.Program(counted, cycles), accepted)
-
-    step = dataclasses.replace(wanted(1), shape=dataclasses.replace(SHAPE, num_layers=80))
-    found = tpu_compiler.extrapolate([one(2, 30.0), one(4, 50.0)], step)
-    assert found == one(80, 810.0)
-    assert tpu_compiler.extrapolate([one(2, None), one(4, None)], step) == one(80, None)
-    assert not tpu_compiler.extrapolate([one(2, 30.0), one(4, 50.0, False)], step).accepted
-
-
-def test_a_shallow_model_is_compiled_as_it_is():
-    assert dataclasses.replace(wanted(1), extrapolate=True).depths == ()
-    layers = {"num_layers": 80, "layer_pattern": ("local", "global"), "window": 8}
-    deep = dataclasses.replace(wanted(1), shape=dataclasses.replace(SHAPE, **layers))
-    assert deep.depths == ()
-    assert dataclasses.replace(deep, extrapolate=True).depths == (4, 8)
 
 
 def test_a_program_that_is_refused_is_told_by_its_size():

@@ -246,3 +246,23 @@ def test_compiled_programs_join_what_is_measured(tmp_path, monkeypatch):
     run(tmp_path)
     after = artifacts.read(RunDir.at(tmp_path).profile, Profile)
     assert (after.notes, after.compiled) == (("measured",), found.compiled)
+
+
+def test_programs_compiled_before_an_interruption_are_kept(tmp_path, monkeypatch):
+    known_at_start = []
+
+    def compile_steps(topology, wanted, *, known, on_program):
+        known_at_start.append([one.tokens for one in known])
+        for one in wanted:
+            if one.tokens == 5 and len(known_at_start) == 1:
+                raise KeyboardInterrupt
+            on_program(dataclasses.replace(program(one), topology=topology.name))
+        return tuple(program(one) for one in wanted)
+
+    monkeypatch.setattr(stage.compiled, "compile_steps", compile_steps)
+    grid = CompileGrid(tokens=(1, 5), contexts=(100,))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, compile_only=True, compiling=grid)
+    run(tmp_path, compile_only=True, compiling=grid)
+    assert known_at_start == [[], [1]]
+    assert not (tmp_path / "compiled_cells.jsonl").exists()

@@ -113,3 +113,10 @@ def test_what_does_not_fit_the_models_or_the_mesh_is_refused(wrong, message):
 
 def test_sampling_is_part_of_the_grid():
     assert Grid(sampling=Sampling(samples=3)).sampling.samples == 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_what_is_interpolated_lies_between_two_that_are_compiled(count):
+    with pytest.raises(ValueError, match=f"interpolated has {count}"):
+        CompileGrid(tokens=(1, 2, 4, 9), interpolated=(count,))
+    assert CompileGrid(tokens=(1, 2, 4, 9), interpolated=(2, 4)).interpolated == (2, 4)
