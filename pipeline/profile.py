@@ -265,7 +265,9 @@ class _Stage:
             )
         ]
         store = CellStore(self._run.root / "compiled_cells.jsonl", self._lineage)
-        kept = [store.get(compiled.wanted_key(plan.topology, one), CompiledProgram) for one in wanted]
+        kept = [
+            store.get(compiled.wanted_key(plan.topology, one), CompiledProgram) for one in wanted
+        ]
         known = (*(self._known.compiled if self._known else ()), *filter(None, kept))
         with tqdm(total=len(wanted), unit="program", disable=not sys.stderr.isatty()) as bar:
 
