@@ -31,6 +31,10 @@ from pipeline.profile_artifact import CompiledProgram
 THREADS = 2
 # A step of fewer tokens is reported if its estimate exceeds that of more by this factor.
 _SLOWER = 1.25
+_SINGLE_COLUMN = (
+    ": a product with a single column becomes vector instructions instead of matrix ones, and a step padded "
+    "to two tokens would be faster"
+)
 _COMMAND = (sys.executable, "-m", "pipeline.tpu_compiler")
 _STDERR_LINES = 8
 
@@ -208,8 +212,7 @@ def _slower_with_fewer_tokens(programs: Sequence[CompiledProgram]) -> Iterator[s
             if program.tokens < fastest.tokens and ratio > _SLOWER:
                 yield (
                     f"{program.model} at T = {program.tokens} is estimated {ratio:.1f} times as slow as at "
-                    f"T = {fastest.tokens}: products with so few columns become vector instructions "
-                    f"instead of matrix ones, so score at least {fastest.tokens} tokens there"
+                    f"T = {fastest.tokens}{_SINGLE_COLUMN * (program.tokens * program.batch == 1)}"
                 )
 
 
