@@ -20,7 +20,9 @@ from serving.timing import sample_ms
 
 Key = TypeVar("Key")
 
-_FEW = 4  # repetitions from which the time of one is estimated
+# With fewer repetitions in a call, the time of one and that of the call itself cannot be told apart.
+_FEW = 4
+_LONGEST = 10  # times `sample_ms` that a call may take; of longer work a call holds one repetition
 _MOST_OVERHEAD = 100  # times that a call may exceed one repetition
 _COMPILERS = 2  # programs compiled at once: half of a compilation runs on one core
 
@@ -30,7 +32,8 @@ class Sampling:
     """How long is measured.
 
     Attributes:
-      sample_ms: least time of one sample; short passes are repeated inside one call until it is reached.
+      sample_ms: least time of one sample; passes are repeated inside one call until it is reached, and at
+        least four times unless that takes ten times as long.
       samples: least number per cell.
       seconds: of measuring per cell that more samples are taken for; compiling is not counted.
     """
@@ -112,11 +115,12 @@ class _Cell:
 
     def _chosen(self) -> int:
         once, wanted = sample_ms(self._part, 1), self._sampling.sample_ms
-        if once >= wanted:
-            return 1
         few = min(_FEW, self._part.most)
-        each = (few * sample_ms(self._part, few) - once) / max(1, few - 1)
-        return max(1, min(self._part.most, math.ceil(wanted / max(each, once / _MOST_OVERHEAD))))
+        if few == 1 or once * few > _LONGEST * wanted:
+            return 1
+        each = (few * sample_ms(self._part, few) - once) / (few - 1)
+        enough = math.ceil(wanted / max(each, once / _MOST_OVERHEAD))
+        return min(self._part.most, max(few, enough))
 
     def sample(self) -> None:
         """One long call, and a call of a single repetition as long as those are too few."""
@@ -143,7 +147,7 @@ class _Cell:
     def _per_call_ms(self) -> float:
         """What a call costs beside its repetitions: t(1) = c + p and t(n) = c + n p."""
         count, once, each = self._loops, np.median(self._short), np.median(self._long)
-        if count == 1:
+        if count < _FEW:
             return 0.0
         return float(np.clip((once - each) * count / (count - 1), 0.0, once))
 

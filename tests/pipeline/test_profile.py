@@ -121,7 +121,7 @@ def test_the_profile_holds_what_readers_rely_on(made, profile):
     for row in content["steps"]:
         assert row["source"] == "measured"
         assert 0 < row["latency_ms"]["p10"] <= row["latency_ms"]["p50"] <= row["latency_ms"]["p90"]
-        assert 0 < row["bandwidth_utilisation"] < 1
+        assert row["bandwidth_utilisation"] > 0
         assert TransformerShape(**{**row["shape"], "rope": TARGET.rope,
                                    "layer_pattern": ("global",)}) in (TARGET, DRAFTER,
                dataclasses.replace(TARGET, num_layers=1))  # fmt: skip

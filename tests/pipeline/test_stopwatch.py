@@ -51,9 +51,13 @@ def measured(parts, **kwargs):
 
 
 def test_short_work_is_repeated_until_a_sample_is_long(clock):
-    parts = {"short": Worker(clock, 0.5), "long": Worker(clock, 200.0)}
+    parts = {
+        "short": Worker(clock, 0.5),
+        "middle": Worker(clock, 90.0),
+        "long": Worker(clock, 200.0),
+    }
     found = measured(parts)
-    assert (found["short"].loops, found["long"].loops) == (100, 1)
+    assert [found[name].loops for name in parts] == [100, 4, 1]
     np.testing.assert_allclose(found["short"].fused, 0.5)
     np.testing.assert_allclose(found["long"].fused, 200.0)
 
@@ -81,7 +85,7 @@ def test_cells_take_turns(clock):
     log = []
     parts = {name: Worker(clock, 60.0, log=log) for name in "abc"}
     measured(parts)
-    sampled = log[6:]  # two calls each before the first sample, then two in each turn
+    sampled = log[9:]  # three calls each before the first sample, then two in each turn
     for first in range(0, len(sampled) - 5, 6):
         assert len(set(sampled[first : first + 6])) == 3
 
