@@ -32,7 +32,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator, NullFormatter
 
 # Wong 2011 (Nature Methods 8:441), darkened where the contrast on white was below 3:1.
 SERIES = ("#0072b2", "#d55e00", "#008a64", "#b0508a", "#9a7200", "#3a8fb7", "#7a4fb5", "#5b6770")
@@ -146,6 +146,11 @@ def color(index: int) -> str:
 def band(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], index: int):
     """The spread around the `index`-th series."""
     axes.fill_between(x, low, high, color=color(index), alpha=0.16, linewidth=0)
+
+
+def whole_x(axes: Axes) -> None:
+    """Ticks at whole numbers only, for K, positions and layers."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def legend(axes: Axes, **kwargs) -> None:

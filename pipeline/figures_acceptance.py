@@ -22,6 +22,7 @@ def survival(acceptance: Acceptance) -> Figure | None:
         label = f"{one.drafter}, {one.task}"
         axes.plot(positions, one.survival, label=label, **figures.series(index))
     axes.set_ylim(0, 1)
+    figures.whole_x(axes)
     figures.legend(axes)
     return figure
 

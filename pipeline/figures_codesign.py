@@ -69,6 +69,8 @@ def figure_1(plan: Plan, profile: Profile, acceptance: Acceptance) -> Figure | N
     rates.set(xlabel="K", ylabel="tokens per round / (K + 1)", title="acceptance")
     rounds.set(xlabel="K", ylabel="ms", title=f"round with {best.drafter}")
     rounds.set_ylim(bottom=0)
+    for axes in (times, rates, rounds):
+        figures.whole_x(axes)
     figures.legend(times)
     figures.legend(rates)
     return figure
@@ -125,6 +127,7 @@ def candidates(plan: Plan) -> Figure | None:
         fontsize=8,
     )
     axes.set_ylim(bottom=0)
+    figures.whole_x(axes)
     figures.legend(axes)
     return figure
 

@@ -192,7 +192,9 @@ def _played(evidence: Evidence, one: Candidate, task: str) -> Arms | None:
         return None
     plain, speculative = (float(np.mean(np.concatenate(each))) for each in paces)
     gain = found.gain(arm, task)
-    said = f"{times(gain.value)} ({gain.low:.2f} to {gain.high:.2f})"
+    said = times(gain.value)
+    if gain.low < gain.high:  # one pair of answers has no interval
+        said += f" ({gain.low:.2f} to {gain.high:.2f})"
     return Arms(plain, speculative, said, "measured", "measured")
 
 
@@ -332,7 +334,7 @@ def unseen(plan: Plan) -> Table | None:
             )
             for one in found.get("front", [])
         ),
-        note=f"{found.get('rests_on', '')} The next ones worth training, as Gin: next_drafters.gin.",
+        note=f"By prediction: {found.get('rests_on', '')}. As Gin that can be pasted: next_drafters.gin.",
     )
 
 

@@ -113,8 +113,8 @@ MESH = (
     Plot(
         name="where_time_goes",
         title="Where a decode step's time goes",
-        description="The latency model's parts of a decode step of each model over all chips; the mark is "
-        "what was measured.",
+        description="A decode step of each model over all chips: arithmetic, collectives, and what the host "
+        "adds if it starts every step by itself.",
         draw=_of_profile(figures_profile.where_time_goes),
     ),
     Plot(

@@ -406,7 +406,7 @@ def details(best: plans.Candidate, other: plans.Candidate, gain: float) -> dict[
             task: {objective: choice for objective in ("mean", "p99", "p99_gap")} for task in TASKS
         },
         "unseen": {
-            "rests_on": "Acceptance by a law of three drafters.",
+            "rests_on": "acceptance rises with size as a line, by 3 trained drafters",
             "front": [unseen_shape(layers, 1.4 + 0.9 * layers) for layers in (1, 2, 3)],
         },
         "notes": [],

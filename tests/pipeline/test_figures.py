@@ -73,6 +73,15 @@ def test_the_page_gives_a_single_panel_its_title():
     assert "Left" in figures.svg(figure)
 
 
+def test_there_is_no_half_a_draft():
+    figure, axes = figures.panel(x="K", y="ms")
+    axes.plot([1, 2, 3], [1, 2, 3])
+    assert ">1.5</text>" in figures.svg(figure)
+    figures.whole_x(axes)
+    axes.set_yticks([1, 2, 3])
+    assert ".5</text>" not in figures.svg(figure)
+
+
 def test_ticks_of_a_logarithmic_axis_are_numbers():
     figure, axes = figures.panel(x="KiB", y="us")
     axes.plot([1, 1024], [1, 2])
