@@ -113,8 +113,8 @@ class Step:
       collectives_per_layer: as counted in the compiled program.
       layer_collective_us: time of one layer's collectives: the step with all of them less without, shared
         among them; None if not measured.
-      bandwidth_utilisation: bytes that must be read / time / the chips' peak; above 1 where a processor's cache
-        holds them.
+      bandwidth_utilisation: bytes that must be read / time / the chips' peak; above 1 where a processor's
+        cache holds them.
       flop_utilisation: likewise of arithmetic.
       width_utilisation: the share of a chip's matrix tiles that its weights fill (`pipeline.work`).
     """
