@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import signal
 import subprocess
@@ -12,7 +10,19 @@ from collections.abc import Sequence
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SIGNALLED = 128  # a shell's exit code of a program that was killed, less the signal
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# Asks for SIGTERM when the parent is gone, since a killed run must not write beside the next one, and turns
+# into the program. Code between fork and exec (`preexec_fn`) is not safe in a process that has threads.
+# 1 is PR_SET_PDEATHSIG of linux/prctl.h; a parent that differs was gone before it was asked for.
+_PYTHON = sys.executable
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(128 + signal.SIGTERM)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Children:
@@ -43,10 +53,7 @@ class Children:
         Returns:
           Its exit code; as a shell would say it, 128 + the signal that was passed on or killed it.
         """
-        prepare = functools.partial(_end_with_parent, os.getpid())
-        self._child = subprocess.Popen(
-            command, process_group=0, preexec_fn=prepare if sys.platform == "linux" else None
-        )
+        self._child = subprocess.Popen(_ending_with_parent(command), process_group=0)
         if self.received:  # it came before there was anyone to pass it to
             self._child.send_signal(self.received)
         code = self._child.wait()
@@ -61,8 +68,8 @@ class Children:
             self._child.send_signal(number)
 
 
-def _end_with_parent(parent: int) -> None:
-    """In the child: SIGTERM when the parent is gone; a killed run must not write beside the next one."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # gone before it was asked for
-        os._exit(_SIGNALLED + signal.SIGTERM)
+def _ending_with_parent(command: Sequence[str]) -> list[str]:
+    """The command, which gets SIGTERM when this process is gone; only Linux tells it."""
+    if sys.platform != "linux":
+        return list(command)
+    return [_PYTHON, "-I", "-c", _END_WITH_PARENT, str(os.getpid()), *command]

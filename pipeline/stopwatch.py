@@ -136,20 +136,24 @@ class _Cell:
 
     def samples(self, program: str) -> Samples:
         """What was found."""
-        per_call = self._per_call_ms() / self._loops
+        repeating = self._share_of_repetitions()
         return Samples(
-            fused=tuple(ms - per_call for ms in self._long),
+            fused=tuple(ms * repeating for ms in self._long),
             single=tuple(self._short),
             loops=self._loops,
             program=program,
         )
 
-    def _per_call_ms(self) -> float:
-        """What a call costs beside its repetitions: t(1) = c + p and t(n) = c + n p."""
+    def _share_of_repetitions(self) -> float:
+        """Of a long call's time, without what it costs beside: t(1) = c + p and t(n) = c + n p.
+
+        Noise can make one repetition appear to take longer than many; the share is positive all the same.
+        """
         count, once, each = self._loops, np.median(self._short), np.median(self._long)
         if count < _FEW:
-            return 0.0
-        return float(np.clip((once - each) * count / (count - 1), 0.0, once))
+            return 1.0
+        repetition = each - (once - each) / (count - 1)
+        return float(np.clip(repetition / each, 1 / count, 1.0))
 
 
 @contextlib.contextmanager

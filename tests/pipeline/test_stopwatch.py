@@ -81,6 +81,21 @@ def test_what_a_call_costs_by_itself_is_taken_off_and_told(clock, ms):
     np.testing.assert_allclose(found.single, ms + 3.0)
 
 
+def test_a_repetition_that_seems_longer_than_many_has_a_time_all_the_same(clock):
+    """A single call caught by noise must not make what it is compared with less than nothing."""
+    part = Worker(clock, 20.0)
+    run = part.run
+
+    def noisy(times):
+        clock.now += 0.3 if times == 1 and len(part.calls) > 3 else 0.0
+        return run(times)
+
+    part.run = noisy
+    found = measured({"part": part})["part"]
+    assert found.loops >= 4
+    assert 0 < min(found.fused) <= max(found.fused) <= 20.0
+
+
 def test_cells_take_turns(clock):
     log = []
     parts = {name: Worker(clock, 60.0, log=log) for name in "abc"}
