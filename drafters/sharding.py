@@ -35,8 +35,8 @@ RULES = {
     "qkv": Rule(0, "shard_attention"),
     "qkv_bias": Rule(0, "shard_attention"),
     "out": Rule(1, "shard_attention"),
-    "gate_up": Rule(1, "shard_mlp"),
-    "gate_up_bias": Rule(1, "shard_mlp"),
+    "gate_up": Rule(0, "shard_mlp"),
+    "gate_up_bias": Rule(0, "shard_mlp"),
     "down": Rule(1, "shard_mlp"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,25 @@ from pipeline.training_settings import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class CachedFeed:
-    """A feed whose training batches carry `teacher_ids` and `teacher_log_probs`."""
+    """A feed whose training batches carry `teacher_ids` and `teacher_log_probs`.
+
+    Attributes:
+      text: the batches.
+      cache: the target's answers to the first `count` of them, which come again and again.
+    """
 
     text: Feed
     cache: TeacherCache
+    count: int
 
     def batches(self, batch: Batch, first: int, share: Share) -> Iterator[HostBatch]:
         """See `Feed`."""
-        return self.cache.attach(
-            self.text.batches(batch, first, share), first, rows_of(batch, share)
-        )
+        start = first % self.count
+        while True:
+            text = self.text.batches(batch, start, share)
+            answered = self.cache.attach(text, start, rows_of(batch, share))
+            yield from itertools.islice(answered, self.count - start)
+            start = 0
 
     def held_out(self, batch: Batch, count: int, share: Share) -> Mapping[str, Sequence[HostBatch]]:
         """See `Feed`: without a teacher's answers, which are computed for every evaluation."""

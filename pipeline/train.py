@@ -342,17 +342,17 @@ class _Session:
             spec.batch,
         )
         if self.member.leads:
-            watching.say(cache.describe(spec.steps))
+            watching.say(cache.describe(spec.taught_batches))
         share = Share(self.member.process, self.member.processes)
         answer = job.answers(teacher)
         cache.fill(
-            spec.steps,
+            spec.taught_batches,
             lambda first: self.text.batches(spec.batch, first, share),
             lambda batch: _local(answer(job.put(batch))),
             rows_of(spec.batch, share),
             progress=self.member.leads and sys.stderr.isatty(),
         )
-        return CachedFeed(text=self.text, cache=cache)
+        return CachedFeed(text=self.text, cache=cache, count=spec.taught_batches)
 
     def _describe(self, job: Job, step: int, peak: float):
         """Says what is about to run, once the step is compiled."""

@@ -131,7 +131,8 @@ class ModelSpec:
       init: "random", or "target": embedding, head, norm and `layers` are copied from the target.
       layers: the target's layers to begin with, one for each of the model's.
       teacher: the target runs in the "step", or its answers are read from a "cache" that all models with
-        such batches share: the `cached_tokens` most probable tokens of each position.
+        such batches share: the `cached_tokens` most probable tokens of each position, in the first
+        `cached_batches` batches, which are then read again and again; 0 for one batch for each step.
       optimizer, batch, execution: see there.
       seed: of the initial weights.
     """
@@ -144,6 +145,7 @@ class ModelSpec:
     layers: tuple[int, ...] = ()
     teacher: Literal["step", "cache"] = "step"
     cached_tokens: int = 32
+    cached_batches: int = 0
     optimizer: Optimizer = Optimizer()
     batch: Batch = Batch()
     execution: Execution = Execution()
@@ -169,6 +171,10 @@ class ModelSpec:
             f"ModelSpec.batch has length {self.batch.length}, longer than the context "
             f"{self.shape.context} of {self.name!r}",
         )
+        _require(
+            self.cached_batches >= 0,
+            f"ModelSpec.cached_batches must be at least 0, not {self.cached_batches}",
+        )
         warmup = self.optimizer.schedule.warmup_steps
         _require(
             warmup < self.steps,
@@ -180,6 +186,11 @@ class ModelSpec:
     def tokens(self) -> int:
         """Positions of the whole training, padding included."""
         return self.steps * self.batch.tokens
+
+    @property
+    def taught_batches(self) -> int:
+        """How many different batches a cached teacher answers for."""
+        return min(self.cached_batches or self.steps, self.steps)
 
     @property
     def needs_target(self) -> bool:

@@ -410,22 +410,22 @@ def gather(tree: Any, placement: Placement) -> Any:
 def activation_bytes(shape: TransformerShape, execution: Execution, rows: int, length: int) -> int:
     """Bytes that the backward pass finds kept of the forward pass over `rows` rows of `length` tokens.
 
-    Of one layer: its input, both norms' outputs, queries, keys and values before and after rotation, scores
-    and their softmax, the mixed values, gate and up projections and their product. What `Execution.keep`
-    leaves out is there for one layer at a time. Then the final norm, the logits and their gradient (fp32).
+    Of one layer: its input, both norms' outputs, queries, keys and values before and after rotation, the
+    mixed values, gate and up projections and their product. What `Execution.keep` leaves out is there for one
+    layer at a time, as are the scores, their weights and their gradient. Then the final norm, the logits and
+    their gradient (fp32).
     """
     size = 2 if execution.dtype == "bfloat16" else 4
     heads, head, width = shape.num_heads, shape.head_dim, shape.width
     projected = (heads + 2 * shape.num_kv_heads) * head
     everything = 3 * width + 2 * projected + heads * head + 4 * shape.mlp_width
-    everything = everything * size + 2 * heads * length * 4
     kept = {
         "everything": everything,
-        "products": (3 * width + projected + 2 * shape.mlp_width) * size,
-        "inputs": width * size,
+        "products": 3 * width + projected + heads * head + 2 * shape.mlp_width,
+        "inputs": width,
     }[execution.keep if execution.scan else "everything"]
-    once = 0 if kept == everything else everything
-    layers = shape.num_layers * kept + once
+    once = (0 if kept == everything else everything) * size + 3 * heads * length * 4
+    layers = shape.num_layers * kept * size + once
     return rows * length * (layers + width * size + 2 * shape.logits_size * 4)
 
 

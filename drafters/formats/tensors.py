@@ -1,7 +1,7 @@
 """Where the tensors of other programs lie in our parameter tree, and the tree filled from them.
 
 Every foreign weight is `[out, in]` and becomes a part of one of our leaves by a reshape: query, key and
-value heads interleave per group in `qkv: [G, R+2, H, D]`, gate and up in `gate_up: [2, F, D]`. A format
+value heads interleave per group in `qkv: [G, R+2, H, D]`, gate and up rows in `gate_up: [F, 2, D]`. A format
 brings names and an order of reading; this module knows the places. Axes as in `drafters.shapes`.
 """
 
@@ -91,8 +91,8 @@ def _layer_leaves(shape: TransformerShape) -> dict[Path, tuple[int, ...]]:
         (shape.output_bias, ("attention", "out_bias"), (width,)),
         (shape.post_norms, ("attention_post_norm",), (width,)),
         (True, ("mlp_norm",), (width,)),
-        (True, ("mlp", "gate_up"), (2, hidden, width)),
-        (shape.mlp_bias, ("mlp", "gate_up_bias"), (2, hidden)),
+        (True, ("mlp", "gate_up"), (hidden, 2, width)),
+        (shape.mlp_bias, ("mlp", "gate_up_bias"), (hidden, 2)),
         (True, ("mlp", "down"), (width, hidden)),
         (shape.mlp_bias, ("mlp", "down_bias"), (width,)),
         (shape.post_norms, ("mlp_post_norm",), (width,)),
@@ -132,8 +132,8 @@ def _parts(
             rows = groups * count * shape.head_dim
             yield role + bias, (everything, slice(start, start + count)), (rows, *size[3:])
     elif leaf in ("gate_up", "gate_up_bias"):
-        yield "gate" + bias, (0,), size[1:]
-        yield "up" + bias, (1,), size[1:]
+        for part, role in enumerate(("gate", "up")):
+            yield role + bias, (slice(None), part), (size[0], *size[2:])
     elif leaf == "out":
         yield "out", (), (size[0], shape.num_heads * shape.head_dim)
     else:

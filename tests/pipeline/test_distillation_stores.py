@@ -9,7 +9,7 @@ import pytest
 
 from drafters.tokenizers import Tokenizer
 from drafters.vocabularies import ByteVocabulary
-from pipeline import draft_vocabulary, tasks, teacher_cache
+from pipeline import cached_teacher, draft_vocabulary, tasks, teacher_cache
 from pipeline.core import artifacts
 from pipeline.core.errors import UserError
 from pipeline.corpora import Document, Segment
@@ -17,6 +17,8 @@ from pipeline.generated import GeneratedCorpus, Generation, generate
 from pipeline.tasks import CorpusPrompts, HumanEval, Prompt, XSum
 from pipeline.teacher_cache import CacheContent, TeacherCache
 from pipeline.tokenize_corpus import encode
+from pipeline.training_loop import Share
+from pipeline.training_settings import Batch
 
 LINEAGE = artifacts.Lineage(config="", seed=0, versions={})
 
@@ -66,6 +68,20 @@ def test_cached_answers_belong_to_their_rows(cache):
     size = sum(f.stat().length for f in cache.folder.glob("*/*/*.npy"))
     assert cache.size_bytes(9) <= size <= cache.size_bytes(9) + 9 * 128  # .npy headers
     assert "3 of 50 tokens at 8 x 4 x 6 positions" in cache.describe(8)
+
+
+@pytest.mark.parametrize("first", [0, 3, 5, 17])
+def test_answered_batches_come_again_and_again(cache, first):
+    class Text:
+        def batches(self, batch, first, share):
+            return stream(first, cached_teacher.rows_of(batch, share))
+
+    cache.fill(5, stream, teach, progress=False)
+    feed = cached_teacher.CachedFeed(text=Text(), cache=cache, count=5)
+    found = feed.batches(Batch(rows=ROWS, length=LENGTH), first, Share(0, 1))
+    for step, batch in enumerate(itertools.islice(found, 12), start=first):
+        np.testing.assert_array_equal(batch["tokens"], next(stream(step % 5))["tokens"])
+        check([batch], 1)
 
 
 def test_filling_goes_on_where_it_stopped(cache):
