@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from drafters import kv_cache
+from drafters.products import SAVED
 
 Memory = tuple[jax.Array, jax.Array] | None
 # Finite, so that a query that sees nothing (padding) averages instead of dividing zero by zero.
@@ -41,10 +42,6 @@ def visible(query_positions: jax.Array, key_positions: jax.Array, window: int) -
     seen = distance >= 0
     return seen & (distance < window) if window else seen
 
-
-# Named for the backward pass of a layer whose activations are computed again: products and what attention
-# keeps are dear to make and cheap to hold.
-SAVED = "product"
 
 # Queries per key/value head from which on the softmax runs over the leading axis of the scores.
 _MANY = 16

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from drafters import attention, rope
 from drafters.attention import Memory, View
 from drafters.kv_cache import KVCache
+from drafters.products import SAVED, pad_last, padded_length, product
 from drafters.shapes import LayerKind, TransformerShape
 
 Params = dict[str, Any]
@@ -53,53 +53,6 @@ def _gelu_tanh(x: jax.Array) -> jax.Array:
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}
-
-
-def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """weight [n..., k] @ x [k, B, T] -> [n..., B, T], in the dtype of x."""
-    flat = _matrix_product(
-        weight.reshape(-1, weight.shape[-1]).astype(x.dtype), x.reshape(x.shape[0], -1)
-    )
-    return checkpoint_name(flat, attention.SAVED).reshape(*weight.shape[:-1], *x.shape[1:])
-
-
-@jax.custom_vjp
-def _matrix_product(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """weight [n, k] @ x [k, m].
-
-    The derivatives are products that take every array as it lies. Those that JAX derives by itself have the
-    columns first, and the copies into that order and back took a fifth of a training step.
-    """
-    return weight @ x
-
-
-def _with_factors(weight: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
-    return weight @ x, (weight, x)
-
-
-def _product_derivatives(factors: Any, change: jax.Array) -> tuple[jax.Array, jax.Array]:
-    weight, x = factors
-    return change @ x.T, weight.T @ change
-
-
-_matrix_product.defvjp(_with_factors, _product_derivatives)
-
-
-# CPU matrix products take four columns at a time and what is left over one by one, each time reading the
-# weights again: 5 columns cost 1.5 times what 8 do (SmolLM2-135M, 2 AVX2 cores: 78 against 54 ms).
-_COLUMNS_AT_A_TIME, _MOST_PADDED = 4, 8
-
-
-def padded_length(batch: int, length: int) -> int:
-    """The length T' >= T for which B T' columns are multiplied fastest; only few columns are padded."""
-    for longer in range(length, _MOST_PADDED // batch + 1):
-        if batch * longer % _COLUMNS_AT_A_TIME == 0:
-            return longer if batch * length > 1 else length
-    return length
-
-
-def _pad_last(x: jax.Array, size: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
 class _Drawn:
@@ -172,14 +125,14 @@ class Attention(nnx.Module):
         self, x: jax.Array, view: View, memory: Memory, attend: Attend
     ) -> tuple[jax.Array, Memory]:
         """x [D, B, T] -> [D, B, T], and the layer's memory."""
-        heads = _product(self.qkv[...], x)
+        heads = product(self.qkv[...], x)
         heads = self._bias_qkv(heads, self.qkv_bias)
         turned = rope.rotate(self._norm_heads(heads[:, :-1], self), view.cos, view.sin)
         q, k, v = turned[:, :-1] * self.scale, turned[:, -1], heads[:, -1]
         mixed, memory = attend(q, k, v, view, memory)
         # One contracted axis, not three: XLA would order three anew and copy the weight at every step.
         weight = self.out[...].reshape(x.shape[0], -1)
-        out = _product(weight, mixed.reshape(-1, *x.shape[1:]))
+        out = product(weight, mixed.reshape(-1, *x.shape[1:]))
         return self._bias_out(out, self.out_bias), memory
 
 
@@ -206,10 +159,10 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [D, B, T] -> [D, B, T]."""
-        gate_up = _product(self.gate_up[...], x)
+        gate_up = product(self.gate_up[...], x)
         gate_up = self._bias(gate_up, self.gate_up_bias)
         hidden = self._activate(gate_up[:, 0]) * gate_up[:, 1]
-        out = _product(self.down[...], hidden)
+        out = product(self.down[...], hidden)
         return self._bias(out, self.down_bias)
 
 
@@ -305,7 +258,7 @@ def _run_scanned(
     return x, tuple(memory)
 
 
-_PRODUCTS = jax.checkpoint_policies.save_only_these_names(attention.SAVED)
+_PRODUCTS = jax.checkpoint_policies.save_only_these_names(SAVED)
 _SCANNED = {
     "everything": _run_scanned,
     "products": functools.partial(
@@ -397,7 +350,7 @@ class Transformer(nnx.Module):
         cache needs room for length + max(T, SMALLEST_WRITE).
         """
         start, (batch, length) = cache.length, tokens.shape
-        tokens = _pad_last(tokens, padded_length(batch, length))
+        tokens = pad_last(tokens, padded_length(batch, length))
         positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
         slots = jnp.arange(cache.capacity)[None]
         views = {
@@ -424,7 +377,7 @@ class Transformer(nnx.Module):
         """Hidden states [D, ...] -> logits f32[V or draft vocabulary, ...]."""
         head, columns = self._head_of(self).astype(x.dtype), x.reshape(x.shape[0], -1)
         count = columns.shape[1]
-        columns = _pad_last(columns, padded_length(1, count))
+        columns = pad_last(columns, padded_length(1, count))
         logits = jnp.einsum("vd,dc->vc", head, columns, preferred_element_type=jnp.float32)
         return logits[:, :count].reshape(-1, *x.shape[1:])
 

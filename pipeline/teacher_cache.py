@@ -148,10 +148,14 @@ class TeacherCache:
         bar = tqdm.tqdm(
             total=len(missing) * size, desc="teacher cache", disable=None if progress else True
         )
+        batches, at = iter(()), -1
         with bar:
             for shard in missing:
-                batches = itertools.islice(batches_from(shard * size), size)
-                self._write(self._part_folder(shard, rows), batches, top_k, bar)
+                if shard != at:  # a stream takes seconds to begin: one serves all shards in a row
+                    batches = batches_from(shard * size)
+                some = itertools.islice(batches, size)
+                self._write(self._part_folder(shard, rows), some, top_k, bar)
+                at = shard + 1
         return len(missing)
 
     def attach(

@@ -7,6 +7,7 @@ power cut, goes on from its last saved state when the same command is given agai
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -132,40 +133,42 @@ def train(
         return
     # ------------------------------------------------------------------------- processes and devices
     run = RunDir.at(run_dir)
-    rendezvous.meet(run.root, member, "start", cluster.timeout_s)
-    topology.prepare(member.processes)
-    rendezvous.join(member, topology.platform, cluster.timeout_s)
-    placement = Placement(topology.mesh(), model_axes)
-    # ------------------------------------------------------------------------- text
-    if not member.leads:
-        # The leader tokenises; the others read its records.
-        rendezvous.meet(run.root, member, "text", cluster.text_timeout_s)
-    opened = text.open(run, target, seed)
-    for spec in ordered:
-        opened.data(spec.batch.length)
-    if member.leads:
-        rendezvous.meet(run.root, member, "text", cluster.timeout_s)
-    # ------------------------------------------------------------------------- models
-    session = _Session(
-        run=run,
-        text=opened,
-        placement=placement,
-        member=member,
-        topology=topology,
-        cluster=cluster,
-        checkpoints=checkpoints,
-        watch=watch,
-        seed=seed,
-        config=config,
-    )
-    with stop_requests() as requested:
+    # Two trainings of one folder would overwrite each other's states.
+    with run.lock("train") if member.leads else contextlib.nullcontext():
+        rendezvous.meet(run.root, member, "start", cluster.timeout_s)
+        topology.prepare(member.processes)
+        rendezvous.join(member, topology.platform, cluster.timeout_s)
+        placement = Placement(topology.mesh(), model_axes)
+        # ------------------------------------------------------------------------- text
+        if not member.leads:
+            # The leader tokenises; the others read its records.
+            rendezvous.meet(run.root, member, "text", cluster.text_timeout_s)
+        opened = text.open(run, target, seed)
         for spec in ordered:
-            # Whatever a drafter is trained for, it is measured against the target.
-            known = (run.model(target) / CARD).exists()
-            other = spec.name != target and (spec.needs_target or known)
-            if session.train(spec, read_target(run, target) if other else None, requested):
-                watching.say(f"stopped; the same command goes on with {spec.name}")
-                return
+            opened.data(spec.batch.length)
+        if member.leads:
+            rendezvous.meet(run.root, member, "text", cluster.timeout_s)
+        # ------------------------------------------------------------------------- models
+        session = _Session(
+            run=run,
+            text=opened,
+            placement=placement,
+            member=member,
+            topology=topology,
+            cluster=cluster,
+            checkpoints=checkpoints,
+            watch=watch,
+            seed=seed,
+            config=config,
+        )
+        with stop_requests() as requested:
+            for spec in ordered:
+                # Whatever a drafter is trained for, it is measured against the target.
+                known = (run.model(target) / CARD).exists()
+                other = spec.name != target and (spec.needs_target or known)
+                if session.train(spec, read_target(run, target) if other else None, requested):
+                    watching.say(f"stopped; the same command goes on with {spec.name}")
+                    return
 
 
 def _ordered(models: Sequence[ModelSpec], target: str) -> list[ModelSpec]:

@@ -239,7 +239,8 @@ def _read(
     batch.seen = lengths.copy()
     if (stopped == done).all():
         return state
-    ended = dataclasses.replace(progress, done=jnp.asarray(stopped))
+    # Computed from what lies there, so it lies there too: elsewhere it would be compiled for anew.
+    ended = dataclasses.replace(progress, done=progress.done | stopped)
     return dataclasses.replace(state, scored=dataclasses.replace(state.scored, progress=ended))
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from drafters import kv_cache
+from drafters.products import padded_length
 from drafters.shapes import Rope, TransformerShape
 from drafters.transformer import (
-    padded_length,
     params_of,
     stack_layers,
     unstack_layers,

@@ -97,6 +97,14 @@ def test_a_finished_model_is_not_trained_again(trained, capfd):
     assert "step" not in shown.replace("steps", "")
 
 
+def test_a_second_training_of_the_folder_is_refused(trained):
+    with (
+        trained.lock("train"),
+        pytest.raises(UserError, match="another process is running 'train'"),
+    ):
+        run(trained.root, TARGET, DRAFTER)
+
+
 def test_another_config_is_refused_with_the_difference(trained):
     longer = dataclasses.replace(DRAFTER, steps=9)
     with pytest.raises(UserError, match=r"model\.steps was 4, now 9") as caught:
