@@ -239,8 +239,9 @@ def _read(
     batch.seen = lengths.copy()
     if (stopped == done).all():
         return state
-    # Computed from what lies there, so it lies there too: elsewhere it would be compiled for anew.
-    ended = dataclasses.replace(progress, done=progress.done | stopped)
+    # It lies where it lay: elsewhere the next rounds would be compiled anew.
+    place = progress.done.sharding if progress.done.committed else None
+    ended = dataclasses.replace(progress, done=jax.device_put(stopped, place))
     return dataclasses.replace(state, scored=dataclasses.replace(state.scored, progress=ended))
 
 
