@@ -276,8 +276,8 @@ class Transformer(nnx.Module):
       make: makes the initial parameters.
       scan: blocks are one block with a leading layer axis, run by a scan (training); otherwise a list of
         blocks, unrolled (decoding: a scan slices weights and caches, 1.4 times slower on CPU).
-      keep: what a scanned layer keeps for the backward pass. "everything"; "products" with weights, so that
-        attention and whatever is cheap is computed again; "inputs" of the layer alone, a third more flops.
+      keep: what a scanned layer keeps for the backward pass. "everything"; "products" with weights and
+        what attention gives, the rest is computed again; "inputs" of the layer alone, a third more flops.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import queue
 import signal
 import threading
@@ -206,7 +207,9 @@ class Loop:
             self.states.save(step, state, notes)
 
         prepare = lambda batch: (self.job.put(batch), batch["tokens"][0, :8].tolist())  # noqa: E731
-        source = Prefetch(self.feed.batches(spec.batch, step, self.share), prepare)
+        batches = self.feed.batches(spec.batch, step, self.share)
+        # No further than is read: a stream that begins anew takes seconds.
+        source = Prefetch(itertools.islice(batches, spec.steps - step), prepare)
         compiled = None
         try:
             while step < spec.steps:

@@ -111,7 +111,8 @@ class Execution:
       dtype: of the activations; weights, gradients and optimiser are fp32 always.
       scan: one compiled layer, run over all; unrolled otherwise, slower to compile.
       keep: what a scanned layer keeps of the forward pass for the backward pass: "everything", "products"
-        with weights (attention, norms and activations are computed again), or its "inputs" alone.
+        with weights and what attention gives (scores, norms and activations are computed again), or its
+        "inputs" alone.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"

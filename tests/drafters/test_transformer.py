@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters import kv_cache
-from drafters.products import padded_length
+from drafters import attention, kv_cache
+from drafters.products import padded_length, product
 from drafters.shapes import Rope, TransformerShape
 from drafters.transformer import (
     params_of,
@@ -22,6 +22,7 @@ from drafters.transformer import (
 from tests.drafters.random_params import random_params
 
 MODEL_TOLERANCE = 1e-4  # fp32, whole models
+BLOCK_TOLERANCE = 1e-5  # fp32, one block
 PLAIN = TransformerShape(
     vocab_size=64, num_layers=3, width=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=48
 )
@@ -187,3 +188,33 @@ def test_a_grown_cache_holds_the_same_tokens():
 )
 def test_few_columns_are_padded_to_what_products_take_at_a_time(batch, length, padded):
     assert padded_length(batch, length) == padded
+
+
+def derivatives(function, *inputs):
+    """The value, and the derivatives of a random weighing of it."""
+    value, pull = jax.vjp(function, *inputs)
+    return value, pull(jax.random.normal(jax.random.key(9), value.shape))
+
+
+def test_many_queries_attend_as_few_do_and_learn_as_much():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (
+        jax.random.normal(key, size)
+        for key, size in zip(keys, [(2, 3, 8, 24), (2, 3, 20, 8), (2, 3, 20, 8)], strict=False)
+    )
+    seen = jax.random.bernoulli(keys[3], 0.7, (2, 1, 20, 24)).at[:, :, 0].set(True)
+    few, many = (
+        derivatives(lambda q, k, v, mix=mix: mix(q, k, v, seen), q, k, v)
+        for mix in (attention._mix_few, attention._mix_many)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=BLOCK_TOLERANCE), few, many)
+
+
+def test_a_product_has_the_derivatives_of_its_formula():
+    weight = jax.random.normal(jax.random.key(0), (5, 2, 6))
+    x = jax.random.normal(jax.random.key(1), (6, 3, 4))
+    ours, formula = (
+        derivatives(function, weight, x)
+        for function in (product, lambda w, x: jnp.einsum("cfd,dbt->cfbt", w, x))
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=BLOCK_TOLERANCE), ours, formula)
