@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ _REMEDIES = {
     errno.EISDIR: "a folder has the name of the file; move it away or choose another --run_dir",
     errno.ENAMETOOLONG: "the path is too long; choose a shorter --run_dir",
 }
+
+# A failed save has ended when nothing was written for the second of these; no wait exceeds the first.
+_LATE_WRITERS_S, _QUIET_S = 10.0, 0.3
 
 
 def is_bucket(path: epath.PathLike) -> bool:
@@ -138,10 +143,24 @@ def _removed_on_failure(temporary: epath.Path) -> Iterator[None]:
     except BaseException:
         with contextlib.suppress(OSError):
             if temporary.is_dir():
-                temporary.rmtree()
+                _remove_for_good(temporary)
             else:
                 temporary.unlink(missing_ok=True)
         raise
+
+
+def _remove_for_good(folder: epath.Path) -> None:
+    """Removes `folder` until it stays away: threads of a failed save write on for a moment."""
+    deadline = time.monotonic() + _LATE_WRITERS_S
+    gone_since = math.inf
+    while (now := time.monotonic()) < min(deadline, gone_since + _QUIET_S):
+        if folder.exists():
+            with contextlib.suppress(OSError):
+                folder.rmtree()
+            gone_since = math.inf
+        else:
+            gone_since = min(gone_since, now)
+        time.sleep(_QUIET_S / 10)
 
 
 @dataclass(frozen=True)

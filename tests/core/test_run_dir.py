@@ -1,10 +1,13 @@
 """Files appear complete or not at all, and every refusal of the file system names a remedy."""
 
+import contextlib
 import errno
 import io
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -90,6 +93,27 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path):
         raise RuntimeError
     assert names(tmp_path) == ["d"]
     assert names(tmp_path / "d") == ["old"]
+
+
+def test_a_folder_that_fails_is_gone_although_a_thread_writes_on(tmp_path):
+    """As Tensorstore's threads do, which make missing folders for what they write."""
+    first = threading.Event()
+
+    def write_on(folder):
+        for i in range(20):
+            with contextlib.suppress(OSError):
+                (folder / "part").mkdir(parents=True, exist_ok=True)
+                (folder / "part" / str(i)).touch()
+            first.set()
+            time.sleep(0.01)
+
+    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "d") as folder:  # noqa: PT012
+        writer = threading.Thread(target=write_on, args=[folder])
+        writer.start()
+        first.wait()
+        raise RuntimeError
+    writer.join()
+    assert names(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_swapped_in_leaves_the_old_one(tmp_path, monkeypatch):
