@@ -195,6 +195,7 @@ class _Columns(NamedTuple):
     weights: Array
     teacher: Any = None  # logits of the same tokens, or None
     outside: Array | None = None  # q's mass on all other tokens
+    rest: Array | None = None  # q's mass on these tokens that `teacher` holds as -inf, not known one by one
     teacher_top: Array | None = (
         None  # its most probable token, -1 if another; else taken from `teacher`
     )
@@ -227,50 +228,46 @@ def _against_logits(objective, walk, logits, targets, weights, teacher, draft_id
 
 def _against_top_k(objective, walk, logits, targets, weights, teacher: TopK, draft_ids) -> _Sums:
     """Sums against the k most probable tokens of the teacher and one bucket for the others."""
-    ids, log_q = teacher.ids, teacher.log_probs
-    if draft_ids is not None:
-        ids = _position_of(draft_ids, ids)
-    known = ids >= 0
-    mass = jnp.exp(log_q)
-    merged = _merge_rest(logits, ids)
-    reachable = merged[-1] > -jnp.inf  # the drafter has other tokens than these
-    rest = 1 - jnp.sum(mass, axis=0)
-    # A difference below the resolution of fp32 is not zero: reverse KL would be infinite.
-    log_rest = jnp.log(jnp.maximum(rest, jnp.finfo(jnp.float32).eps))
-    log_rest = jnp.where(reachable, log_rest, -jnp.inf)
-    divergence = _Columns(
-        logits=merged,
-        targets=jnp.full_like(targets, -1),
-        weights=weights,
-        teacher=jnp.concatenate([jnp.where(known, log_q, -jnp.inf), log_rest[None]]),
-        outside=jnp.sum(jnp.where(known, 0, mass), axis=0)
-        + jnp.where(reachable, 0, jnp.maximum(rest, 0)),
-        teacher_top=jnp.full_like(targets, -1),
-    )
-    exact = _Columns(logits, targets, weights, teacher_top=ids[0])
-    if not objective.cross_entropy:
-        exact = exact._replace(logits=jax.lax.stop_gradient(logits))
-    sums, more = walk(objective, exact), walk(objective, divergence)
-    return sums._replace(loss=sums.loss + more.loss, variation=more.variation)
-
-
-def _merge_rest(logits: Array, ids: Array) -> Array:
-    """Logits [k + 1, B, T] of the tokens `ids` (-inf for id -1) and of all others together."""
-    known = ids >= 0
-    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=0)
-    chosen = jnp.where(known, chosen, -jnp.inf)
+    ids = teacher.ids if draft_ids is None else _position_of(draft_ids, teacher.ids)
+    mass = jnp.exp(teacher.log_probs)
     rows, columns = jnp.indices(ids.shape[1:], sparse=True)
-    # An unknown id is moved past the end, where the update is dropped.
-    at = jnp.where(known, ids, logits.shape[0])
-    others = logits.at[at, rows[None], columns[None]].set(-jnp.inf, mode="drop")
-    return jnp.concatenate([chosen, _log_sum_exp(others)[None]])
+    # An id that the drafter lacks is moved past the end, where the update is dropped.
+    at = jnp.where(ids >= 0, ids, logits.shape[0])
+    nothing = jnp.full(logits.shape, -jnp.inf, teacher.log_probs.dtype)
+    known = nothing.at[at, rows[None], columns[None]].set(teacher.log_probs, mode="drop")
+    return walk(
+        objective,
+        _Columns(
+            logits,
+            targets,
+            weights,
+            teacher=known,
+            outside=jnp.sum(jnp.where(ids >= 0, 0, mass), axis=0),
+            rest=jnp.maximum(1 - jnp.sum(mass, axis=0), 0),
+            teacher_top=ids[0],
+        ),
+    )
 
 
-def _log_sum_exp(x: Array) -> Array:
-    """log sum exp over axis 0; -inf, with gradient zero, where every entry is."""
-    some = jnp.any(x > -jnp.inf, axis=0)
-    safe = jnp.where(some[None], x, 0)
-    return jnp.where(some, jax.nn.logsumexp(safe, axis=0), -jnp.inf)
+def _spread_rest(columns: _Columns, student: _Softmax) -> _Columns:
+    """Columns whose teacher has its rest on the tokens it says nothing of, divided as p divides them.
+
+    Every divergence is a sum of p f(q / p), and within the bucket q / p is then the same for all tokens: the
+    values and their derivatives are those of the bucket as one outcome.
+    """
+    assert columns.rest is not None
+    assert columns.outside is not None
+    unknown = columns.teacher == -jnp.inf
+    own = jnp.sum(jnp.where(unknown, student.probs, 0), axis=0)
+    reachable = own > 0  # the drafter has other tokens than those known
+    # A difference below the resolution of fp32 is not zero: reverse KL would be infinite.
+    log_rest = jnp.log(jnp.maximum(columns.rest, jnp.finfo(jnp.float32).eps))
+    scale = log_rest - jnp.log(jnp.where(reachable, own, 1)) - student.log_sum
+    scale = jnp.where(reachable, scale, -jnp.inf)
+    return columns._replace(
+        teacher=jnp.where(unknown, columns.logits + scale[None], columns.teacher),
+        outside=columns.outside + jnp.where(reachable, 0, columns.rest),
+    )
 
 
 def _position_of(draft_ids: Array, ids: Array) -> Array:
@@ -317,6 +314,8 @@ def _compare(objective: Objective, columns: _Columns) -> tuple[_Sums, Array]:
         gradient += objective.cross_entropy * error
     variation = jnp.zeros_like(loss)
     teacher_top = columns.teacher_top
+    if columns.rest is not None:
+        columns = _spread_rest(columns, student)
     if columns.teacher is not None:
         teacher = _softmax(columns.teacher)
         divergence, variation, error = _diverge(objective, student, columns, teacher)
