@@ -1,4 +1,4 @@
-"""Compiled programs that outlive the process."""
+"""How programs are compiled: those that outlive the process, and those that run once."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def keep_programs() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(cache / "draftmesh" / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
+
+
+def run_once() -> dict[str, int] | None:
+    """Compiler options of a program that runs once: drawing random weights compiles in 1 s, not in 8."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None

@@ -21,6 +21,7 @@ from flax import nnx
 
 from drafters import attention, rope
 from drafters.attention import Memory, View
+from drafters.compilation import run_once
 from drafters.kv_cache import KVCache
 from drafters.products import SAVED, pad_last, padded_length, product
 from drafters.shapes import LayerKind, TransformerShape
@@ -436,16 +437,24 @@ def with_params(
 
 
 def init_params(
-    shape: TransformerShape, seed: int, dtype: Any = jnp.float32, scan: bool = False
+    shape: TransformerShape,
+    seed: int,
+    dtype: Any = jnp.float32,
+    scan: bool = False,
+    shardings: Any = None,
 ) -> Params:
-    """Random initial parameters: scaled normal projections, unit norms, zero biases."""
+    """Random initial parameters: scaled normal projections, unit norms, zero biases.
 
-    @jax.jit
+    Args:
+      shape, seed, dtype, scan: of the model.
+      shardings: NamedShardings in the places of the parameters; the default device without.
+    """
+
     def draw(seed):
         rngs = nnx.Rngs(jax.random.key(seed))
         return params_of(Transformer(shape, make=_Drawn(dtype, rngs), scan=scan))
 
-    return draw(seed)
+    return jax.jit(draw, out_shardings=shardings, compiler_options=run_once())(seed)
 
 
 def stack_layers(params: Params) -> Params:

@@ -18,10 +18,12 @@ that is not JSON or lacks the field.
 from __future__ import annotations
 
 import ast
+import functools
 import gzip
 import hashlib
 import io
 import json
+import os
 import sysconfig
 import tokenize
 import warnings
@@ -357,17 +359,22 @@ def _library() -> Path:
 
 def _library_files() -> list[tuple[str, Path]]:
     """(name, path) of the source files, sorted by name; the name is relative, with slashes."""
-    root = _library()
-    found = [(path.relative_to(root), path) for path in root.rglob("*.py")]
-    kept = [
-        (relative.as_posix(), path)
-        for relative, path in found
-        if not _SKIPPED_FOLDERS.intersection(relative.parts)
-        and not relative.parts[0].startswith(_SKIPPED_PREFIXES)
-    ]
+    root, kept = _library(), []
+    for folder, folders, files in os.walk(root):
+        # Installed packages and tests are most of what lies there: they are not even listed.
+        folders[:] = (name for name in folders if _is_kept(name, folder == str(root)))
+        paths = (Path(folder, name) for name in files if name.endswith(".py"))
+        paths = (path for path in paths if _is_kept(path.name, folder == str(root)))
+        kept += [(path.relative_to(root).as_posix(), path) for path in paths]
     if not kept:
         raise UserError(f"no source files of the standard library in {root}; use another corpus")
     return sorted(kept)
+
+
+def _is_kept(name: str, at_top: bool) -> bool:
+    """Whether a file or folder of the library is text to learn from."""
+    made_when_built = at_top and name.startswith(_SKIPPED_PREFIXES)
+    return name not in _SKIPPED_FOLDERS and not made_when_built
 
 
 def _read_source(path: Path) -> str:
@@ -448,6 +455,7 @@ def _parse(source: str) -> ast.Module:
         return ast.parse(source)
 
 
+@functools.cache  # the tokenizer's sample and the tokenisation both want them: 7 s to parse, 3 MB to keep
 def _docstrings(source: str) -> list[str]:
     """The docstrings of a module, its classes and its functions, in the order of the source."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -195,7 +195,9 @@ class _Columns(NamedTuple):
     weights: Array
     teacher: Any = None  # logits of the same tokens, or None
     outside: Array | None = None  # q's mass on all other tokens
-    rest: Array | None = None  # q's mass on these tokens that `teacher` holds as -inf, not known one by one
+    rest: Array | None = (
+        None  # q's mass on these tokens that `teacher` holds as -inf, not known one by one
+    )
     teacher_top: Array | None = (
         None  # its most probable token, -1 if another; else taken from `teacher`
     )

@@ -58,8 +58,9 @@ class Teacher:
     shape: TransformerShape
     execution: Execution = Execution(scan=False)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """f32[V, B, T], constants to whoever learns from them."""
+        """f32[V, B, T], constants to whoever learns from them; compiled once for all who ask."""
         logits = _logits(self.shape, self.execution, params, batch)
         return jax.lax.stop_gradient(logits)
 
@@ -228,8 +229,9 @@ class Job:
         """The state before the first step, from `params` (host arrays) or random ones."""
         spec, shardings = self.spec, self.state_shardings()
         if params is None:
-            draw = functools.partial(init_params, spec.shape, spec.seed, scan=spec.execution.scan)
-            params = jax.jit(draw, out_shardings=shardings.params)()
+            params = init_params(
+                spec.shape, spec.seed, scan=spec.execution.scan, shardings=shardings.params
+            )
         else:
             params = place(params, shardings.params)
         return jax.jit(self._begin, out_shardings=shardings, donate_argnums=0)(params)
@@ -337,22 +339,23 @@ class Job:
         teacher = self.teacher
         assert teacher is not None
 
-        def top(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            log_probs = jax.nn.log_softmax(teacher.logits(params, batch), axis=0)
-            values, ids = jax.lax.top_k(jnp.moveaxis(log_probs, 0, -1), self.spec.cached_tokens)
+        def top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+            log_probs = jnp.moveaxis(jax.nn.log_softmax(logits, axis=0), 0, -1)
+            values, ids = jax.lax.top_k(log_probs, self.spec.cached_tokens)
             return ids, values
 
         jitted = jax.jit(top, out_shardings=self.batch_sharding())
-        return lambda batch: jitted(params, batch)
+        return lambda batch: jitted(teacher.logits(params, batch))
 
     def evaluator(self) -> Callable[[Params, Batch, Params | None], Metrics]:
         """Metrics on held-out rows, against the target's own logits where there is one."""
 
-        def measure(params: Params, batch: Batch, teacher: Params | None) -> Metrics:
+        def measure(params: Params, batch: Batch, taught: jax.Array | TopK | None) -> Metrics:
             logits = _logits(self.spec.shape, self.spec.execution, params, batch)
-            return self._compare(_MEASURE, logits, batch, self._taught(batch, teacher))[1]
+            return self._compare(_MEASURE, logits, batch, taught)[1]
 
-        return jax.jit(measure, out_shardings=self.placement.sharding())
+        jitted = jax.jit(measure, out_shardings=self.placement.sharding())
+        return lambda params, batch, teacher: jitted(params, batch, self._taught(batch, teacher))
 
     def sampler(self, new_tokens: int) -> Callable[..., jax.Array]:
         """Continues rows i32[B, T] that hold `length` i32[B] tokens each, without a cache: for a look."""
