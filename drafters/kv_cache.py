@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from drafters.shapes import TransformerShape
 
-SMALLEST_BUCKET = 128
+SMALLEST_BUCKET = 256
 
 # A row's new keys are written at least this many positions at a time. With a single position XLA's CPU
 # compiler fuses the update into both of its readers and copies the whole cache for each; the extra
@@ -47,7 +47,7 @@ class KVCache:
 
 
 def capacity_for(tokens: int) -> int:
-    """The bucket that holds `tokens` positions: powers of two and their midpoints, at least 128.
+    """The bucket that holds `tokens` positions: powers of two and their midpoints, at least 256.
 
     Few buckets mean few compilations; midpoints keep the unused part below a third.
     """

@@ -459,9 +459,18 @@ def _parse(source: str) -> ast.Module:
 def _docstrings(source: str) -> list[str]:
     """The docstrings of a module, its classes and its functions, in the order of the source."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(_parse(source)) if isinstance(node, documented)]
+    nodes = [node for node in _statements(_parse(source)) if isinstance(node, documented)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
     return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """`node` and the statements in it, without their expressions: an eighth of what `ast.walk` visits."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, name, None)
+        for statement in inner if isinstance(inner, list) else ():  # a lambda's body is an expression
+            yield from _statements(statement)
 
 
 CORPORA = (ChatCorpus, JsonlCorpus, ParquetCorpus, PythonCode, PythonProse, TextCorpus)

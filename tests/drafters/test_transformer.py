@@ -166,7 +166,7 @@ def test_compiled_steps_update_the_cache_in_place(batch, length):
     assert set(made) <= {"parameter", "bitcast"}
 
 
-@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 192, 193, 256, 257, 1000, 5000])
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 384, 385, 512, 513, 1000, 5000])
 def test_buckets_hold_what_they_are_for_and_waste_at_most_a_third(tokens):
     bucket = kv_cache.capacity_for(tokens)
     assert bucket >= tokens
