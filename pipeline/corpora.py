@@ -469,7 +469,9 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         inner = getattr(node, name, None)
-        for statement in inner if isinstance(inner, list) else ():  # a lambda's body is an expression
+        for statement in (
+            inner if isinstance(inner, list) else ()
+        ):  # a lambda's body is an expression
             yield from _statements(statement)
 
 

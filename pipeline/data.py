@@ -111,7 +111,6 @@ def register(corpus: TokenizedCorpus, shuffle_buffer: int) -> str:
     source = seqio.FileDataSource(
         tf.data.TFRecordDataset,
         {split: corpus.files(split) for split in splits},
-        num_input_examples={split: corpus.split(split).chunks for split in splits},
     )
     seqio.TaskRegistry.add(
         name,

@@ -48,13 +48,26 @@ class Prefix:
     scores: Any  # f32[V, B], behind the last token of each prompt reached; None once handed over
 
 
+# From this size on, reading the weights once more costs less than half as many positions of padding.
+_WORTH_SPLITTING = 256
+
+
 def chunk_sizes(length: int) -> list[int]:
-    """Sizes that cover `length` positions: largest chunks, then the power of two that fits the rest."""
+    """Sizes that cover `length` positions: largest chunks, then powers of two, one or two, for the rest.
+
+    >>> [chunk_sizes(length) for length in (20, 100, 165, 200, 1200)]
+    [[32], [128], [128, 64], [256], [512, 512, 128, 64]]
+    """
     whole, rest = divmod(length, LARGEST_CHUNK)
-    sizes = [LARGEST_CHUNK] * whole
-    if rest:
-        sizes.append(max(SMALLEST_CHUNK, 1 << (rest - 1).bit_length()))
-    return sizes
+    return [LARGEST_CHUNK] * whole + (_last_chunks(rest) if rest else [])
+
+
+def _last_chunks(length: int) -> list[int]:
+    size = max(SMALLEST_CHUNK, 1 << (length - 1).bit_length())
+    half = size // 2
+    if size < _WORTH_SPLITTING or length - half > half // 2:
+        return [size]
+    return [half, max(SMALLEST_CHUNK, 1 << (length - half - 1).bit_length())]
 
 
 def padded_length(length: int) -> int:

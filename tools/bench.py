@@ -1,8 +1,9 @@
 """Benchmarks that anyone can repeat. Speed is stated as ratios of arms that alternate in one process.
 
     python -m tools.bench decode [--model=DIR]      plain decoding beside transformers; needs the bench extra
-    python -m tools.bench speculate --gin_file=...  speculation beside plain decoding
-    python -m tools.bench train --gin_file=...      a training step against the matrix-product peak
+    python -m tools.bench peers [--drafter=DIR]     speculation beside transformers; needs the bench extra
+    python -m tools.bench speculate [--sixteen]     speculation beside plain decoding
+    python -m tools.bench train                     a training step against the matrix-product peak
 
 Run them on a machine that does nothing else.
 """
@@ -22,6 +23,12 @@ def _decode(arguments: Sequence[str]) -> int:
     return bench_decode.main(arguments)
 
 
+def _peers(arguments: Sequence[str]) -> int:
+    from tools import bench_peers
+
+    return bench_peers.main(arguments)
+
+
 def _speculate(arguments: Sequence[str]) -> int:
     from tools import bench_speculate
 
@@ -37,6 +44,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "decode": _decode,
+    "peers": _peers,
     "speculate": _speculate,
     "train": _train,
 }

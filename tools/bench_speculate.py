@@ -9,6 +9,7 @@ warps of Chen et al. 2023.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import platform
@@ -31,6 +32,8 @@ WARPS = {
     "code": (PythonCode(), dict(temperature=0.8, top_p=0.95)),
     "prose": (PythonProse(), dict(temperature=1.0, top_p=0.8)),
 }
+
+_ROUNDS, _LAPS = 8, 9  # rounds per sample, and samples
 
 
 class Row(NamedTuple):
@@ -58,10 +61,12 @@ def prompts_of(pair: Pair, task: str, count: int, tokens: int) -> list[Prompt]:
     ]
 
 
-def choices(drafters: Sequence[str], counts: Sequence[int], chips: int) -> Iterator[Choice]:
+def choices(
+    drafters: Sequence[str], counts: Sequence[int], chips: int, led_only: bool = False
+) -> Iterator[Choice]:
     """Drafters x K x placements: over all chips, and, on a mesh, led by the first."""
     for drafter, k in itertools.product(drafters, counts):
-        if drafter != "ngram":
+        if drafter != "ngram" and not led_only:
             yield Choice(drafter=drafter, k=k)
         if chips > 1 or drafter == "ngram":
             yield Choice(drafter=drafter, k=k, leader=chips > 1)
@@ -73,9 +78,25 @@ def measure(pair: Pair, choice: Choice, task: str, prompts: Sequence[Prompt]) ->
     ratio = float(np.mean(plain.ms_per_token()) / np.mean(speculative.ms_per_token()))
     context = int(np.mean([len(p.tokens) for p in prompts])) + prompts[0].params.max_tokens // 2
     setting = timing.Setting(context=context, params=prompts[0].params)
-    parts = timing.propose_ms(pair, setting) + timing.score_ms(pair, setting, choice.k + 1)
     tau = compare.acceptance(speculative.answers, choice.k).tau
-    return Row(task, choice, ratio, tau, timing.round_ms(pair, setting) / parts)
+    return Row(task, choice, ratio, tau, round_ratio(pair, setting))
+
+
+def round_ratio(pair: Pair, setting: timing.Setting) -> float:
+    """A round's time over its parts', all three timed in turn: the median over some laps."""
+    engine = pair.engine
+    positions = _ROUNDS * (engine.k + 1) + engine.slack
+    setting = dataclasses.replace(setting, capacity=setting.holding(positions))
+    timed = (
+        timing.playing(pair, setting),
+        timing.proposing(pair, setting),
+        timing.scoring(pair, setting, engine.k + 1),
+    )
+    ratios = []
+    for lap in range(_LAPS + 1):
+        whole, *parts = (timing.sample_ms(part, _ROUNDS) for part in timed)
+        ratios += [whole / sum(parts)] if lap else []  # the first compiles
+    return float(np.median(ratios))
 
 
 def shown(row: Row) -> str:
@@ -98,6 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--sixteen", action="store_true", help="on 16 host devices")
+    parser.add_argument(
+        "--led_only",
+        action="store_true",
+        help="leave out drafters that lie on all chips: minutes each",
+    )
     given = parser.parse_args(arguments)
     topology = SIXTEEN if given.sixteen else ONE
     topology.prepare()
@@ -107,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{platform.machine()}, {os.cpu_count()} cores, {topology.name}, batch 1", flush=True)
     rows = []
     counts = [int(k) for k in given.k.split(",")]
-    for choice in choices(given.drafters.split(","), counts, topology.num_chips):
+    drafters = given.drafters.split(",")
+    for choice in choices(drafters, counts, topology.num_chips, given.led_only):
         pair = load(given.run_dir, topology, given.target, choice)
         for task in tasks:
             prompts = prompts_of(pair, task, given.prompts, given.tokens)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from serving import speculation
+from serving import prefill, speculation
 from serving.decode import Answer, Prompt, Row, _rounds_until, decode_all, fit
 from serving.sampling import SamplingParams
 from serving.show import ACCEPTED, BONUS, CORRECTED, LEGEND, RESET, coloured, origins
@@ -193,3 +193,17 @@ def test_colours_tell_accepted_corrected_and_bonus_tokens():
 def test_plain_decoding_has_nothing_of_speculation():
     answer = serve(pair(), ask_all([(0,)] * 4))[0]
     assert (answer.drafted, answer.accepted, answer.rounds) == (0, 0, answer.emitted)
+
+
+def test_chunks_cover_a_prompt_in_few_sizes_without_much_padding():
+    allowed = {2**n for n in range(4, 10)}
+    for length in range(1, 1500):
+        sizes = prefill.chunk_sizes(length)
+        assert set(sizes) <= allowed
+        assert sizes == sorted(sizes, reverse=True)
+        assert length <= sum(sizes) == prefill.padded_length(length)
+        rest = length % prefill.LARGEST_CHUNK
+        if rest > 128:
+            assert sum(sizes) - length <= rest / 2
+    assert prefill.chunk_sizes(165) == [128, 64]
+    assert prefill.chunk_sizes(1200) == [512, 512, 128, 64]
