@@ -209,7 +209,7 @@ def _decode_served(
     while not all(row.finished for row in rows):
         state, budget = batch.fitted(state, budget)
         state = speculation.run_rounds(
-            pair.engine, pair.weights, batch.requests, state, jnp.int32(budget)
+            pair.engine, pair.weights, batch.requests, state, np.int32(budget)
         )
         state = _read(state, rows, batch, started, on_text)
         budget = rounds_per_call
@@ -307,7 +307,7 @@ class _Batch:
             return
         _COMPILED.add(program)
         state = self.start()
-        state = speculation.run_rounds(engine, weights, self.requests, state, jnp.int32(0))
+        state = speculation.run_rounds(engine, weights, self.requests, state, np.int32(0))
         jax.block_until_ready(state.progress.length)
 
     def fitted(self, state: State, rounds: int) -> tuple[State, int]:
