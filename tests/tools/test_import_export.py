@@ -3,9 +3,7 @@ half-written."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -22,6 +20,7 @@ from drafters.shapes import TransformerShape
 from drafters.tokenizers import Tokenizer
 from drafters.vocabularies import ByteVocabulary
 from pipeline.core.errors import UserError, run_cli
+from tests.disk import a_full_disk
 from tests.drafters.samples import GOLDEN, byte_level, gguf_writer, write_gguf
 from tools import export_model, import_model
 
@@ -116,17 +115,6 @@ def test_nothing_importable_is_refused(tmp_path, capsys, no_leftovers):
         (tmp_path / name).touch()
     message = failure(import_model, [tmp_path, no_leftovers / "m"], capsys)
     assert "several models (a.gguf, b.gguf)" in message
-
-
-@contextlib.contextmanager
-def a_full_disk(free_bytes: int):
-    """No file may grow beyond `free_bytes`, which the kernel refuses as it refuses a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("free_bytes", [200, 10_000])
