@@ -55,9 +55,12 @@ def _planned(run_dir: str, target: str, k: int | None) -> Choice:
     _require_same_models(run_dir, target, plan)
     leader = plan.placement == "leader"
     copy = 1 if leader else plan.chips_per_copy
-    return Choice(
-        drafter=plan.drafter, k=plan.k, rule=plan.rule, chips_per_copy=copy, leader=leader
-    )
+    try:
+        return Choice(
+            drafter=plan.drafter, k=plan.k, rule=plan.rule, chips_per_copy=copy, leader=leader
+        )
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; run python -m pipeline.codesign again") from error
 
 
 def _require_same_models(run_dir: str, target: str, plan: Plan) -> None:

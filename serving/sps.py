@@ -15,14 +15,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from drafters.compilation import keep_programs
 from drafters.mesh import Topology
 from pipeline.core import config
-from pipeline.core.errors import UserError, run_cli
+from pipeline.core.errors import UserError, end_with
 from pipeline.core.run_dir import atomic_open
 from serving import compare, show
 from serving.choosing import choice_of
@@ -96,6 +96,9 @@ def sps(
         sys.stderr.write(f"note: {note}\n")
     prompts = [_prompt(pair, i, line, defaults, job.chat) for i, line in enumerate(job.lines)]
     if job.instead:
+        for prompt in prompts:
+            if prompt.error:
+                sys.stderr.write(f"error: prompt {prompt.index}: {prompt.error}\n")
         return job.instead(pair, prompts, batch_size)
     answers = decode_all(
         pair,
@@ -219,7 +222,7 @@ def read_lines(path: str) -> tuple[dict[str, Any], ...]:
       UserError: no such file, or empty.
     """
     try:
-        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        content = _stdin().buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from error
     lines = [
@@ -239,8 +242,15 @@ def _line(where: str, line: bytes) -> dict[str, Any]:
         return {"error": f"{where}: not UTF-8 (byte {error.start} of the line): convert it"}
     except json.JSONDecodeError as error:
         return {"error": f"{where}: not JSON ({error.msg})"}
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, endless nesting
+        return {"error": f"{where}: not JSON that can be read ({error})"}
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         return {"error": f"{where}: expected an object with a string 'prompt'"}
+    if "error" in value:
+        return {"error": f"{where}: unknown field 'error'"}
     if not _is_text(value["prompt"]):
         return {"error": f"{where}: the prompt holds half of a surrogate pair, which is no text"}
     return value
@@ -251,10 +261,31 @@ def _is_text(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def _stdin() -> TextIO:
+    if sys.stdin is None:
+        raise UserError("standard input is closed: give --prompt or --prompts_file")
+    return sys.stdin
+
+
+def _check_output(output: str | None, prompts_file: str | None) -> None:
+    """Refuses before the work what could not be written after it, or would be lost by it."""
+    if not output:
+        return
+    path = Path(output)
+    if path.exists() and not path.is_file():
+        raise UserError(
+            f"--output={output} is not a file that can be replaced: choose another name"
+        )
+    if prompts_file and path.exists() and path.resolve() == Path(prompts_file).resolve():
+        raise UserError(
+            f"--output={output} is the file of the prompts, which would be lost: choose another name"
+        )
+
+
 def _one_prompt(flags: argparse.Namespace) -> str:
     where = "standard input" if flags.prompt is None else "--prompt"
     try:
-        text = sys.stdin.read() if flags.prompt is None else flags.prompt
+        text = _stdin().read() if flags.prompt is None else flags.prompt
     except UnicodeDecodeError:
         text = "\udcff"
     if not _is_text(text):
@@ -299,7 +330,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare(pair: Pair, prompts: Sequence[Prompt], batch_size: int) -> int:
     sys.stdout.write(compare.report(pair, prompts, batch_size) + "\n")
-    return 0
+    return int(any(prompt.error for prompt in prompts))
 
 
 _SAMPLING_FLAGS = ("seed", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
@@ -308,6 +339,7 @@ _SAMPLING_FLAGS = ("seed", "max_tokens", "temperature", "top_k", "top_p", "min_p
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     flags = config.parse_flags(_parser(), arguments)
+    _check_output(flags.output, flags.prompts_file)
     overrides = {
         name: getattr(flags, name) for name in _SAMPLING_FLAGS if getattr(flags, name) is not None
     }
@@ -343,4 +375,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    end_with(main)

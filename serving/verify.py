@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from drafters.compilation import keep_programs
 from pipeline.core import config
-from pipeline.core.errors import UserError, run_cli
+from pipeline.core.errors import UserError, end_with
 from serving import lossless, sps
 from serving.decode import Prompt, fit
 from serving.lossless import GREEDY, WARPS, Line
@@ -129,4 +129,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    end_with(main)

@@ -202,7 +202,7 @@ def write_plan(folder, **changes):
         lineage=Lineage(config="", seed=0, versions={}, **changes.pop("lineage", {})),
         verdict="speculate",
         drafter="ngram",
-        k=3,
+        k=changes.pop("k", 3),
         rule="token",
         placement="sharded",
         chips_per_copy=1,
@@ -230,6 +230,11 @@ def test_a_plan_is_followed_if_it_is_of_these_models(run_dir, tmp_path):
     assert choice_of(str(tmp_path), "target", None, 0) == Choice(k=0)
     write_plan(tmp_path, lineage={"weights_hash": {"target": "older"}})
     with pytest.raises(UserError, match=r"weights_hash.*'older'.*run python -m pipeline.codesign"):
+        choice_of(str(tmp_path), "target", None, None)
+    write_plan(tmp_path, lineage={"weights_hash": {"target": found}}, k=-3)
+    with pytest.raises(
+        UserError, match=r"plan.json: Choice.k .*-3.*run python -m pipeline.codesign"
+    ):
         choice_of(str(tmp_path), "target", None, None)
     write_plan(tmp_path, target="another")
     with pytest.raises(UserError, match="made for the target 'another', but 'target'"):
@@ -347,3 +352,52 @@ def test_the_program_itself(run_dir, tmp_path):
 
 def test_programs_are_not_kept_by_these_tests():
     assert not jax.config.jax_compilation_cache_dir
+
+
+def test_numbers_and_nesting_without_end_are_one_bad_line(call, tmp_path):
+    lines = ['{"prompt": "a", "seed": ' + "1" * 5000 + "}", "[" * 100_000, '{"prompt": "abab"}']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    code, _, _ = call(f"--prompts_file={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl")
+    found = answers_in(tmp_path / "out.jsonl")
+    assert code == 1
+    assert [bool(answer["error"]) for answer in found] == [True, True, False]
+    assert [f"in.jsonl, line {n}: not JSON" in found[n - 1]["error"] for n in (1, 2)] == [
+        True,
+        True,
+    ]
+
+
+def test_an_error_is_not_for_people_to_set(call, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "error": ""}\n')
+    code, _, err = call(f"--prompts_file={tmp_path}/in.jsonl")
+    assert code == 2
+    assert "line 1: unknown field 'error'" in err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(sps, "load", None)
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    code, _, err = call(f"--prompts_file={prompts}", f"--output={tmp_path}")
+    assert (code, "is not a file that can be replaced" in err) == (2, True)
+    code, _, err = call(
+        f"--prompts_file={prompts}", f"--output={tmp_path}/../{tmp_path.name}/in.jsonl"
+    )
+    assert (code, "is the file of the prompts" in err) == (2, True)
+    assert prompts.read_text() == '{"prompt": "a"}\n'
+
+
+def test_a_comparison_names_the_lines_it_leaves_out(call, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "abab"}\nnonsense\n')
+    code, out, err = call(f"--prompts_file={tmp_path}/in.jsonl", "--compare")
+    assert code == 1
+    assert "over 1 prompts" in out
+    assert "in.jsonl, line 2: not JSON" in err
+
+
+def test_a_closed_input_is_named(call, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    for flags in ((), ("--prompts_file=-",)):
+        code, _, err = call(*flags)
+        assert code == 2
+        assert "standard input is closed: give --prompt" in err
