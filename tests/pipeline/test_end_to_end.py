@@ -70,22 +70,3 @@ def test_from_nothing_to_a_report_and_only_once(tmp_path):
     assert outcomes(second) == dict.fromkeys(ORDER, "was")
     assert states(found) == before
     assert second.stdout == first.stdout
-
-    # What was played is kept apart, so acceptance comes back as it was; the plan is played again.
-    found.acceptance.unlink()
-    found.plan.unlink()
-    third = run(tmp_path)
-    assert outcomes(third) == {
-        **dict.fromkeys(ORDER, "was"),
-        "evaluate": "done",
-        "codesign": "done",
-    }
-    made_again = changed(before, states(found))
-    assert {"acceptance.json", "plan.json"} <= made_again
-    assert made_again.isdisjoint({"model.json", "profile.json"})
-
-
-def changed(before: dict, after: dict) -> set[str]:
-    """Names of files that were written since, event files aside: every call of a stage begins one."""
-    names = {Path(path).name for path in before if after.get(path) != before[path]}
-    return {name for name in names if not name.startswith("events.")}
