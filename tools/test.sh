@@ -6,6 +6,5 @@ source tools/make_venv.sh test
 ruff check .
 ruff format --check .
 pyright
-# Two workers, whole files each, so that fixtures of a module are built once; in the order of their names, since
-# by number of tests the longest file, which has one, would come last and be waited for.
-pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
+# Two workers, whole files each, so that fixtures of a module are built once.
+pytest --numprocesses=2 --dist=loadfile "$@"
