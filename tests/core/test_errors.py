@@ -36,10 +36,12 @@ def test_defects_keep_their_traceback():
         run_cli(lambda: 1 // 0)
 
 
-def ended(program: str, **how) -> subprocess.CompletedProcess:
-    """A process that ends with `main` as `program` defines it."""
-    code = f"import sys, threading\nfrom pipeline.core.errors import end_with\n{program}\nend_with(main)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, **how)
+def program(main: str) -> list[str]:
+    """The command of a process that ends with `main` as it is defined there."""
+    code = (
+        f"import sys, threading\nfrom pipeline.core.errors import end_with\n{main}\nend_with(main)"
+    )
+    return [sys.executable, "-c", code]
 
 
 def test_after_ctrl_c_the_process_ends_at_once_with_what_was_printed():
@@ -49,16 +51,13 @@ def test_after_ctrl_c_the_process_ends_at_once_with_what_was_printed():
         "    print('kept')\n"
         "    raise KeyboardInterrupt\n"
     )
-    done = ended(main, timeout=60)
+    done = subprocess.run(program(main), capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"kept\n", b"interrupted\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_defect():
     main = "def main():\n    for _ in range(1 << 12):\n        print('x' * 1024)\n"
-    code = f"import sys\nfrom pipeline.core.errors import end_with\n{main}\nend_with(main)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen(program(main), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(2) == b"xx"

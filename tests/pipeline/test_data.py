@@ -187,6 +187,8 @@ def test_tasks_are_seqio_tasks_and_register_once(data):
     name = register(corpus, 16)
     assert name == register(corpus, 16)
     task = seqio.TaskRegistry.get(name)
+    # Of a task whose size it knows seqio keeps a copy in memory, and warns when that is not read to its end.
+    assert task.num_input_examples("train") is None
     assert task.output_features["targets"].vocabulary.vocab_size == BYTES.vocab_size + 1
 
 

@@ -74,3 +74,22 @@ def test_from_nothing_to_a_report_and_only_once(tmp_path):
     assert outcomes(second) == dict.fromkeys(ORDER, "was")
     assert states(found) == before
     assert second.stdout == first.stdout
+
+    # What was played is kept apart, so the artifact comes back as it was and the plan stands.
+    found.acceptance.unlink()
+    third = run(tmp_path)
+    assert outcomes(third) == {**dict.fromkeys(ORDER, "was"), "evaluate": "done"}
+    assert changed(before, states(found)) <= {"acceptance.json", "durations.json", "report.html"}
+
+    found.plan.unlink()
+    fourth = run(tmp_path)
+    assert outcomes(fourth) == {**dict.fromkeys(ORDER, "was"), "codesign": "done"}
+    made_again = changed(before, states(found))
+    assert "plan.json" in made_again
+    assert made_again.isdisjoint({"model.json", "profile.json"})
+
+
+def changed(before: dict, after: dict) -> set[str]:
+    """Names of files that were written since, event files aside: every call of a stage begins one."""
+    names = {Path(path).name for path in before if after.get(path) != before[path]}
+    return {name for name in names if not name.startswith("events.")}
