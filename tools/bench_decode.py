@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import io
 import os
 import platform
 import statistics
@@ -26,12 +24,12 @@ from drafters import kv_cache
 from drafters.mesh import Topology
 from drafters.model_card import read_card, read_tokenizer
 from drafters.transformer import with_params
-from pipeline.core.errors import UserError
 from serving.decode import Prompt, decode
 from serving.pair import Pair, load
 from serving.plan import Choice
 from serving.sampling import SamplingParams
 from serving.speculation import Engine, everywhere
+from tools.bench_arms import ours, reader, theirs
 
 MODEL = "runs/smollm2/models/smollm2_135m"
 PROMPT = "def fibonacci(n):\n    "
@@ -104,57 +102,6 @@ class Scorer:
 
 
 # --------------------------------------------------------------------------------------------------
-# Arms
-# --------------------------------------------------------------------------------------------------
-
-
-def ours(pair: Pair, ids: Sequence[int], tokens: int) -> Callable[[], list[int]]:
-    """Greedy decoding of a prompt by this project."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    prompt = Prompt(index=0, text="", tokens=tuple(ids), params=params)
-    return lambda: list(decode(pair, [prompt], rounds_per_call=tokens)[0].tokens)
-
-
-def transformers_arm(folder: str, ids: Sequence[int], tokens: int) -> Callable[[], list[int]]:
-    """The same by transformers, from the exported weights."""
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            "transformers is the yardstick of this benchmark: pip install -e '.[bench]'"
-        ) from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt = torch.tensor([list(ids)])
-
-    def run() -> list[int]:
-        with torch.inference_mode():
-            out = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return out[0, len(ids) :].tolist()
-
-    return run
-
-
-def export(model: str, destination: str) -> str:
-    """Writes the model for transformers; returns the folder."""
-    from tools.export_model import main as export_model
-
-    path = f"{destination}/exported"
-    with contextlib.redirect_stdout(io.StringIO()):
-        export_model([model, path])
-    return path
-
-
-# --------------------------------------------------------------------------------------------------
 # The report
 # --------------------------------------------------------------------------------------------------
 
@@ -163,18 +110,14 @@ def beside_transformers(pair: Pair, model: str, tokens: int, repeats: int) -> li
     """Alternating runs of both arms on the same prompt."""
     card = read_card(model)
     ids = read_tokenizer(epath.Path(model), card).encode(PROMPT)
-    with tempfile.TemporaryDirectory() as folder:
-        arms = {
-            "draftmesh": ours(pair, ids, tokens),
-            "transformers": transformers_arm(export(model, folder), ids, tokens),
-        }
-        emitted = {name: run() for name, run in arms.items()}
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for _ in range(repeats):
-            for name, run in arms.items():
-                start = time.perf_counter()
-                run()
-                times[name].append(time.perf_counter() - start)
+    arms = {"draftmesh": ours(pair, ids), "transformers": theirs(reader()(model), ids)}
+    emitted = {name: arm(tokens).tokens for name, arm in arms.items()}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(repeats):
+        for name, arm in arms.items():
+            start = time.perf_counter()
+            arm(tokens)
+            times[name].append(time.perf_counter() - start)
     ratios = [b / a for a, b in zip(*times.values(), strict=True)]
     lines = [
         f"{name:13} {tokens / statistics.median(took):6.1f} tokens/s (median of {repeats}; "

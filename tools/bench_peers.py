@@ -13,21 +13,17 @@ import dataclasses
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from etils import epath
 
 from drafters.model_card import read_card, read_tokenizer
-from pipeline.core.errors import UserError
-from serving.decode import Prompt, decode
-from serving.pair import NGRAM, Pair, load
+from serving.pair import NGRAM, load
 from serving.plan import Choice
-from serving.sampling import SamplingParams
-from tools.bench_decode import MODEL, ONE, export
+from tools.bench_arms import Arm, Run, ours, reader, theirs
+from tools.bench_decode import MODEL, ONE
 
 # Text that goes on as it began: what looking drafts up is for.
 REPETITIVE = "".join(
@@ -38,16 +34,6 @@ REPETITIVE = "".join(
     f"    return width * height\n\n\n"
     for name in ("kitchen", "garden", "cellar")
 )
-
-
-class Run(NamedTuple):
-    """What an arm wrote."""
-
-    tokens: tuple[int, ...]
-    passes: int  # of the target
-
-
-Arm = Callable[[int], Run]  # answers the prompt with that many tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +55,6 @@ class Timed:
 # --------------------------------------------------------------------------------------------------
 
 
-def ours(pair: Pair, ids: Sequence[int]) -> Arm:
-    """This project, plain or speculative as `pair` is."""
-
-    def run(tokens: int) -> Run:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        prompt = Prompt(index=0, text="", tokens=tuple(ids), params=params)
-        answer = decode(pair, [prompt], rounds_per_call=tokens)[0]
-        return Run(answer.tokens, answer.rounds)
-
-    return run
-
-
 def our_arms(model: str, drafter: str, counts: Sequence[int], ids: Sequence[int]) -> dict[str, Arm]:
     """Plain decoding, looked-up drafts, and a drafter's."""
     arms = {"plain": ours(load(".", ONE, model, Choice(k=0)), ids)}
@@ -93,35 +67,11 @@ def our_arms(model: str, drafter: str, counts: Sequence[int], ids: Sequence[int]
     return {f"draftmesh {name}": arm for name, arm in arms.items()}
 
 
-def theirs(model: Any, ids: Sequence[int], **how: Any) -> Arm:
-    """transformers' `generate`."""
-    import torch
-
-    prompt, passes = torch.tensor([list(ids)]), []
-    model.register_forward_pre_hook(lambda *_: passes.append(1))
-
-    def run(tokens: int) -> Run:
-        passes.clear()
-        with torch.inference_mode():
-            out = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-                **how,
-            )
-        return Run(tuple(out[0, len(ids) :].tolist()), len(passes))
-
-    return run
-
-
 def their_arms(
     model: str, drafter: str, counts: Sequence[int], ids: Sequence[int]
 ) -> dict[str, Arm]:
     """Plain decoding, prompt lookup, and assisted generation."""
-    read = _reader()
+    read = reader()
     target = read(model)
     arms = {"plain": theirs(target, ids)}
     for k in counts:
@@ -134,27 +84,6 @@ def their_arms(
         settings.assistant_confidence_threshold = 0.0
         arms[f"drafter K = {k}"] = theirs(target, ids, assistant_model=assistant)
     return {f"transformers {name}": arm for name, arm in arms.items()}
-
-
-def _reader() -> Callable[[str], Any]:
-    """Reads a model for transformers in fp32."""
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            "transformers is the yardstick of this benchmark: pip install -e '.[bench]'"
-        ) from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-    def read(model: str) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            path = export(model, folder)
-            found = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        return found.eval()
-
-    return read
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tools import bench_peers
-from tools.bench_peers import Run, Timed
+from tools import bench_arms, bench_peers
+from tools.bench_arms import Run
+from tools.bench_peers import Timed
 
 
 def arm(tokens, passes, seconds):
@@ -59,5 +60,5 @@ def test_every_arm_is_played_in_turns():
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(bench_peers.UserError, match=r"pip install -e '\.\[bench\]'"):
-        bench_peers._reader()
+    with pytest.raises(bench_arms.UserError, match=r"pip install -e '\.\[bench\]'"):
+        bench_arms.reader()
