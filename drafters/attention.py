@@ -72,7 +72,9 @@ def _mix_few(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.A
     The scores are turned, a small copy, so that the softmax runs along contiguous memory.
     """
     weights = jax.nn.softmax(_scores(q, k, seen).swapaxes(2, 3), axis=-1)
-    return jnp.einsum("bgms,bgsh->bgmh", weights.astype(v.dtype), v).swapaxes(2, 3)
+    mixed = jnp.einsum("bgms,bgsh->bgmh", weights.astype(v.dtype), v)
+    # XLA would turn the product itself, and several rows then take ten times as long on a CPU.
+    return jax.lax.optimization_barrier(mixed).swapaxes(2, 3)
 
 
 @jax.custom_vjp

@@ -35,16 +35,9 @@ from pipeline.core import artifacts, config
 from pipeline.core.errors import run_cli
 from pipeline.core.events import EventWriter
 from pipeline.core.run_dir import RunDir
-from pipeline.corpora import (
-    ChatCorpus,
-    JsonlCorpus,
-    ParquetCorpus,
-    PythonCode,
-    PythonProse,
-    TextCorpus,
-)
+from pipeline.corpora import CORPORA
 from pipeline.decision import Decision, Judged
-from pipeline.tasks import CorpusPrompts, HumanEval, XSum
+from pipeline.tasks import TASKS
 from pipeline.trials import Trial
 from pipeline.unseen_shapes import ShapeGrid
 from pipeline.watching import say
@@ -393,23 +386,7 @@ def _outlook(
         )
 
 
-SETTINGS = (
-    ChatCorpus,
-    Confirm,
-    CorpusPrompts,
-    HumanEval,
-    JsonlCorpus,
-    ParquetCorpus,
-    PythonCode,
-    PythonProse,
-    SamplingParams,
-    ShapeGrid,
-    TextCorpus,
-    Topology,
-    Traffic,
-    Trial,
-    XSum,
-)
+SETTINGS = (*CORPORA, *TASKS, Confirm, SamplingParams, ShapeGrid, Topology, Traffic, Trial)
 
 
 def main() -> None:

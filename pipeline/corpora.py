@@ -25,6 +25,7 @@ import io
 import json
 import os
 import sysconfig
+import textwrap
 import tokenize
 import warnings
 from collections.abc import Iterator, Mapping
@@ -462,6 +463,22 @@ def _docstrings(source: str) -> list[str]:
     nodes = [node for node in _statements(_parse(source)) if isinstance(node, documented)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
     return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def documented_functions(source: str) -> Iterator[tuple[str, str]]:
+    """(source without docstring, first line of the docstring) of every function of a module that has one."""
+    lines = source.splitlines()
+    for node in _statements(_parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        summary = (ast.get_docstring(node) or "").split("\n", 1)[0].strip()
+        if not summary or len(node.body) < 2:
+            continue
+        said = node.body[0]
+        assert said.end_lineno is not None
+        assert node.end_lineno is not None
+        kept = lines[node.lineno - 1 : said.lineno - 1] + lines[said.end_lineno : node.end_lineno]
+        yield textwrap.dedent("\n".join(kept)), summary
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:

@@ -26,7 +26,7 @@ from pipeline.core.run_dir import RunDir
 from pipeline.corpora import CORPORA, Absent
 from pipeline.evaluation import PLAIN, Evaluator, Piece, Work
 from pipeline.subjects import weights_hashes
-from pipeline.tasks import CorpusPrompts, HumanEval, XSum
+from pipeline.tasks import TASKS
 from pipeline.trials import Trial
 from pipeline.watching import say
 from serving.pair import NGRAM, model_folder
@@ -328,7 +328,7 @@ def _texts(piece: Piece) -> dict[int, str]:
     return {answer.index: answer.text for answer in piece.answers}
 
 
-SETTINGS = (*CORPORA, CorpusPrompts, HumanEval, SamplingParams, Topology, Trial, XSum)
+SETTINGS = (*CORPORA, *TASKS, SamplingParams, Topology, Trial)
 
 
 def main() -> None:

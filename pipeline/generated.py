@@ -6,7 +6,7 @@
 
 Answers are kept as JSONL, one file per batch of requests, each written atomically:
 
-    {"id": the prompt's, "prompt": ..., "text": ..., "finished": whether the target ended it}
+    {"id": the prompt's, "prompt": ..., "text": ..., "finished": whether the target ended it, "chat": ...}
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Generation(NamedTuple):
     finished: bool  # with an end token, not by the limit of length
 
 
-Generator = Callable[[Sequence[str]], Sequence[Generation]]
+Generator = Callable[[Sequence[str]], Sequence[Generation]]  # ids of prompts -> their answers
 
 
 def generate(
@@ -48,15 +48,17 @@ def generate(
     folder: epath.PathLike,
     *,
     batch_size: int,
+    chat: bool = False,
     progress: bool = True,
 ) -> int:
     """Asks for the answers that `folder` lacks; the number of those.
 
     Args:
       prompts: equal ids are asked once.
-      generator: prompts -> answers, in their order.
+      generator: ids of prompts -> answers, in their order.
       folder: keeps the answers.
       batch_size: prompts per call and file.
+      chat: whether they are asked as messages of a conversation.
       progress: show a bar.
     """
     if batch_size < 1:
@@ -71,9 +73,9 @@ def generate(
         tqdm.tqdm(starts, "generate", disable=None if progress else True)
     ):
         asked = missing[start : start + batch_size]
-        answers = generator([prompt.text for prompt in asked])
+        answers = generator([prompt.id for prompt in asked])
         lines = [
-            json.dumps({"id": prompt.id, "prompt": prompt.text, **answer._asdict()})
+            json.dumps({"id": prompt.id, "prompt": prompt.text, **answer._asdict(), "chat": chat})
             for prompt, answer in zip(asked, answers, strict=True)
         ]
         atomic_write(folder / f"{first + number:06d}.jsonl", "\n".join(lines) + "\n")
@@ -83,6 +85,8 @@ def generate(
 @dataclass(frozen=True, kw_only=True)
 class GeneratedCorpus:
     """Answers of the target; the model is trained on them, not on their prompts.
+
+    An answer in a conversation ends with the template's mark even where it was cut off.
 
     Attributes:
       path: a file or a pattern.
@@ -96,6 +100,15 @@ class GeneratedCorpus:
         """See `Corpus`."""
         for where, row in json_lines(self.path):
             prompt, text = (require_field(row, f, str, where) for f in ("prompt", "text"))
+            if not text:
+                continue
+            if require_field(row, "chat", bool, where):
+                turns = (
+                    {"role": "user", "content": prompt},
+                    {"role": "assistant", "content": text},
+                )
+                yield Document(id=short_place(where), messages=turns, source=prompt)
+                continue
             yield Document(
                 id=short_place(where),
                 segments=(Segment(prompt, trained=False), Segment(text)),

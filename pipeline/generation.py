@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline import rounds, statistics
+from pipeline import rounds, statistics, tasks
 from pipeline.acceptance_artifact import Result
 from pipeline.overlap import END, Memory, Text, look, mean_overlap
 from pipeline.rounds import Place, Round
@@ -178,11 +178,22 @@ class Measurement:
         return mean_overlap(self.pair, texts, self.trial.sampling, job=self.job, memory=memory)
 
     def _references(self, asked: Asked) -> Iterator[Text]:
+        for prompt, request in zip(
+            asked.prompts, asked.requests[:: self.trial.samples], strict=True
+        ):
+            if prompt.reference and request.tokens:
+                yield from self._reference(prompt, request)
+
+    def _reference(self, prompt: tasks.Prompt, request: Prompt) -> Iterator[Text]:
+        """The reference behind its prompt, unless it has no token or no room."""
         encode, room = self.pair.tokenizer.encode, self.trial.sampling.max_tokens
-        for prompt in asked.prompts:
-            start = len(encode(prompt.text))
-            # References can be whole documents; no token has so many characters.
-            whole = encode(prompt.text + prompt.reference[: _LONGEST_TOKEN * room])
-            continuation = whole[start : min(start + room, self.pair.context)]
-            if prompt.reference and start and continuation:
-                yield Text(tuple(whole[:start]), tuple(continuation))
+        # References can be whole documents; no token has so many characters.
+        reference = prompt.reference[: _LONGEST_TOKEN * room]
+        start = len(request.tokens)
+        if self.trial.chat:  # an answer begins on its own
+            whole = [*request.tokens, *encode(reference)[len(encode("")) :]]
+        else:
+            whole = encode(prompt.text + reference)
+        continuation = whole[start : min(start + room, self.pair.context)]
+        if continuation:
+            yield Text(tuple(whole[:start]), tuple(continuation))

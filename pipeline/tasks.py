@@ -1,4 +1,4 @@
-"""Prompts that drafters are judged on: HumanEval, XSum, and held-out text of any corpus."""
+"""Prompts: HumanEval, XSum, functions to be described, a file's, and beginnings of any corpus's texts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from etils import epath
 
 from pipeline.core.artifacts import sha256_of_file
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import explain_os_errors
-from pipeline.corpora import Absent, Corpus, hash_files, json_lines, matching_files, require_field
+from pipeline.corpora import (
+    Absent,
+    Corpus,
+    Document,
+    PythonCode,
+    Segment,
+    documented_functions,
+    hash_files,
+    json_lines,
+    matching_files,
+    require_field,
+    short_place,
+)
 
 
 class Prompt(NamedTuple):
@@ -200,3 +212,90 @@ class CorpusPrompts:
     def content_hash(self) -> str:
         """See `Task`."""
         return self.corpus.content_hash()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlPrompts:
+    """Prompts of one's own, a line each of JSONL files (`.gz` too).
+
+    Attributes:
+      path: a file or a pattern.
+      name: of the task.
+      field, reference: hold the prompt, and what a good answer looks like; reference = "" if nothing does.
+      held_out: take the held-out part alone, else the others alone; None for all.
+      held_out_fraction: of the prompts, by their hash.
+    """
+
+    path: str
+    name: str
+    field: str = "prompt"
+    reference: str = ""
+    held_out: bool | None = None
+    held_out_fraction: float = 0.2
+
+    def prompts(self) -> list[Prompt]:
+        """See `Task`."""
+        return [
+            Prompt(short_place(where), text, self._reference(row, where))
+            for where, row in json_lines(self.path)
+            if self._is_wanted(text := require_field(row, self.field, str, where))
+        ]
+
+    def _reference(self, row: dict[str, Any], where: str) -> str:
+        return require_field(row, self.reference, str, where) if self.reference else ""
+
+    def _is_wanted(self, text: str) -> bool:
+        if self.held_out is None:
+            return True
+        document = Document(id="", segments=(Segment(text),))
+        return document.is_held_out(self.held_out_fraction) == self.held_out
+
+    def content_hash(self) -> str:
+        """See `Task`."""
+        return hash_files(matching_files(self.path), self.field, self.reference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSummaries:
+    """Functions of the standard library, to be described in a sentence: the first line of their docstring.
+
+    Attributes:
+      count: at most that many prompts, those with the smallest content ids.
+      held_out: take functions of held-out source files, else of training files.
+      held_out_fraction: as in training.
+      characters: longest source of a function, without its docstring.
+    """
+
+    count: int
+    held_out: bool = True
+    held_out_fraction: float = 0.05
+    characters: int = 800
+    name: str = "function_summaries"
+
+    def prompts(self) -> list[Prompt]:
+        """See `Task`."""
+        found = {}
+        for file in PythonCode().documents():
+            if file.is_held_out(self.held_out_fraction) != self.held_out:
+                continue
+            for source, summary in documented_functions(file.content):
+                if len(source) <= self.characters:
+                    function = Document(id=file.id, segments=(Segment(source),))
+                    found[function.content_id] = source, summary
+        return [
+            Prompt(name, _SUMMARISE.format(source=source), summary)
+            for name, (source, summary) in sorted(found.items())[: self.count]
+        ]
+
+    def content_hash(self) -> str:
+        """See `Task`."""
+        return PythonCode().content_hash()
+
+
+_SUMMARISE = """Say in one short sentence what this Python function does.
+
+```python
+{source}
+```"""
+
+TASKS = (CorpusPrompts, FunctionSummaries, HumanEval, JsonlPrompts, XSum)

@@ -31,6 +31,7 @@ from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, run_cli
 from pipeline.core.run_dir import RunDir
 from pipeline.corpora import CORPORA
+from pipeline.generated import GeneratedCorpus
 from pipeline.objectives import Objective
 from pipeline.rendezvous import Membership
 from pipeline.text import Text
@@ -161,14 +162,13 @@ def train(
             seed=seed,
             config=config,
         )
-        with stop_requests() as requested:
-            for spec in ordered:
-                # Whatever a drafter is trained for, it is measured against the target.
-                known = (run.model(target) / CARD).exists()
-                other = spec.name != target and (spec.needs_target or known)
-                if session.train(spec, read_target(run, target) if other else None, requested):
-                    watching.say(f"stopped; the same command goes on with {spec.name}")
-                    return
+        for spec in ordered:
+            # Whatever a drafter is trained for, it is measured against the target.
+            known = (run.model(target) / CARD).exists()
+            other = spec.name != target and (spec.needs_target or known)
+            if session.train(spec, read_target(run, target) if other else None):
+                watching.say(f"stopped; the same command goes on with {spec.name}")
+                return
 
 
 def _ordered(models: Sequence[ModelSpec], target: str) -> list[ModelSpec]:
@@ -226,7 +226,7 @@ class _Session:
     seed: int
     config: str
 
-    def train(self, spec: ModelSpec, target: Target | None, requested: threading.Event) -> bool:
+    def train(self, spec: ModelSpec, target: Target | None) -> bool:
         """Trains one model and writes it, unless it is there; whether it was asked to stop before."""
         ingredients = self._ingredients(spec, target)
         bench = Bench(self.run, spec.name)
@@ -246,7 +246,7 @@ class _Session:
         begin = initial_params(spec, target, draft_ids)
         if self.member.leads:
             artifacts.write(bench.record, self._record(ingredients))
-        ended = self._run(job, target, begin, bench, requested)
+        ended = self._run(job, target, begin, bench)
         if not ended.stopped:
             self._finish(job, ended, ingredients, bench)
         return ended.stopped
@@ -275,23 +275,32 @@ class _Session:
         return TrainingRecord(lineage=lineage, ingredients=ingredients, **results)
 
     def _run(
-        self,
-        job: Job,
-        target: Target | None,
-        begin: Params | None,
-        bench: Bench,
-        requested: threading.Event,
+        self, job: Job, target: Target | None, begin: Params | None, bench: Bench
     ) -> Ended:
         """The loop, from the newest saved state or from `begin` (random parameters if None)."""
+        teacher = None
+        if job.teacher is not None and target is not None:
+            teacher = place(target.params, self.placement.param_shardings(target.shape))
+        # SIGTERM still ends the process at once: what the teacher has answered is kept.
+        feed = self._feed(job, target, teacher)
+        with stop_requests() as requested:
+            return self._loop(job, begin, bench, teacher, feed, requested)
+
+    def _loop(
+        self,
+        job: Job,
+        begin: Params | None,
+        bench: Bench,
+        teacher: Params | None,
+        feed: Feed,
+        requested: threading.Event,
+    ) -> Ended:
         spec, states = job.spec, States(bench.states, self.checkpoints.keep)
         try:
-            teacher = None
-            if job.teacher is not None and target is not None:
-                teacher = place(target.params, self.placement.param_shardings(target.shape))
             peak = watching.peak_flops(self.topology, spec.execution.dtype)
             loop = Loop(
                 job=job,
-                feed=self._feed(job, target, teacher),
+                feed=feed,
                 teacher=teacher,
                 states=states,
                 checkpoints=self.checkpoints,
@@ -442,6 +451,7 @@ def _results(held_out: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 SETTINGS = (
     *CORPORA,
+    GeneratedCorpus,
     Batch,
     Checkpoints,
     Cluster,

@@ -131,6 +131,7 @@ class ModelSpec:
       objective: what is minimised. Anything but cross-entropy compares with the target.
       init: "random", or "target": embedding, head, norm and `layers` are copied from the target.
       layers: the target's layers to begin with, one for each of the model's.
+      frozen: parts that stay what they were in the target: "embedding", "norm", "head", "layers".
       teacher: the target runs in the "step", or its answers are read from a "cache" that all models with
         such batches share: the `cached_tokens` most probable tokens of each position, in the first
         `cached_batches` batches, which are then read again and again; 0 for one batch for each step.
@@ -144,6 +145,7 @@ class ModelSpec:
     objective: Objective = Objective(cross_entropy=1.0)
     init: Literal["random", "target"] = "random"
     layers: tuple[int, ...] = ()
+    frozen: tuple[Literal["embedding", "norm", "head", "layers"], ...] = ()
     teacher: Literal["step", "cache"] = "step"
     cached_tokens: int = 32
     cached_batches: int = 0
@@ -166,6 +168,10 @@ class ModelSpec:
                 not self.layers,
                 f"ModelSpec.layers = {self.layers} has no effect with init = 'random': set init = "
                 "'target' or remove it",
+            )
+            _require(
+                not self.frozen,
+                f"ModelSpec.frozen = {self.frozen} would keep random weights: set init = 'target'",
             )
         _require(
             self.batch.length <= self.shape.context,

@@ -210,8 +210,8 @@ class Job:
         optimizer = optax.tree_utils.tree_map_params(
             self.optimizer,
             lambda _, sharding: sharding,
-            jax.eval_shape(self.optimizer.init, self._abstract_params()),
-            params,
+            jax.eval_shape(self.optimizer.init, self._trained(self._abstract_params())),
+            self._trained(params),
             transform_non_params=lambda _: everywhere,
         )
         return TrainState(everywhere, params, optimizer)
@@ -240,7 +240,12 @@ class Job:
         return abstract_params(self.spec.shape, scan=self.spec.execution.scan)
 
     def _begin(self, params: Params) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+        moments = self.optimizer.init(self._trained(params))
+        return TrainState(jnp.zeros((), jnp.int32), params, moments)
+
+    def _trained(self, params: Params) -> Params:
+        """The parts that are not frozen: only they have gradients and moments."""
+        return {name: part for name, part in params.items() if name not in self.spec.frozen}
 
     # ------------------------------------------------------------------------------- stepping
 
@@ -262,8 +267,9 @@ class Job:
     ) -> tuple[TrainState, StepMetrics]:
         """One update from a batch; `stop` bool[processes] is passed on to all of them."""
         gradient, means = self._gradient(state.params, batch, teacher)
-        updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        trained = self._trained(state.params)
+        updates, optimizer = self.optimizer.update(gradient, state.optimizer, trained)
+        params = {**state.params, **optax.apply_updates(trained, updates)}
         metrics = StepMetrics(
             means=means,
             gradient_norm=optax.tree_utils.tree_norm(gradient),
@@ -277,10 +283,15 @@ class Job:
     def _gradient(
         self, params: Params, batch: Batch, teacher: Params | None
     ) -> tuple[Params, Metrics]:
-        """Gradient of the weighted mean over the batch, and metrics."""
-        differentiate = jax.grad(self._loss, has_aux=True)
+        """Gradient of the weighted mean over the batch by the trained parts, and metrics."""
+        trained = self._trained(params)
+
+        def loss(trained: Params, batch: Batch, teacher: Params | None):
+            return self._loss({**params, **trained}, batch, teacher)
+
+        differentiate = jax.grad(loss, has_aux=True)
         if self.spec.batch.accumulate == 1:
-            return differentiate(params, batch, teacher)
+            return differentiate(trained, batch, teacher)
         # Rows a, a + A, ...: each part is divided over the mesh as the whole batch is.
         parts = jax.tree.map(
             lambda x: jnp.moveaxis(x.reshape(-1, self.spec.batch.accumulate, *x.shape[1:]), 1, 0),
@@ -288,11 +299,11 @@ class Job:
         )
 
         def add(total, part):
-            gradient, means = differentiate(params, part, teacher)
+            gradient, means = differentiate(trained, part, teacher)
             weighed = jax.tree.map(lambda x: x * means.weight, (gradient, means))
             return jax.tree.map(jnp.add, total, weighed), means.weight
 
-        zero = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts), teacher)
+        zero = jax.eval_shape(differentiate, trained, jax.tree.map(lambda x: x[0], parts), teacher)
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zero)
         total, weights = jax.lax.scan(add, zero, parts)
         weight = jnp.sum(weights)

@@ -44,6 +44,7 @@ class Trial:
       sampling: of every request; its seed is the first of them.
       requests: prompts that are used, the first of the task; 0 for all.
       samples: answers per prompt.
+      chat: give the prompts as a user's message in the model's chat template.
       metric: the quality of both arms' answers. "rouge2" compares with the references, "pass" runs them as
         programs (if `evaluate.run_generated_code` allows it).
       pass_k: k of pass@k.
@@ -53,6 +54,7 @@ class Trial:
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 frozen
     requests: int = 0
     samples: int = 1
+    chat: bool = False
     metric: Literal["none", "rouge2", "pass"] = "none"
     pass_k: int = 1
 
@@ -93,7 +95,7 @@ class Trial:
         settings = {
             "task": repr(self.task),
             "sampling": dataclasses.asdict(self.sampling),
-            "asked": [self.requests, self.samples, content],
+            "asked": [self.requests, self.samples, self.chat, content],
         }
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -125,7 +127,7 @@ def ask(trial: Trial, tokenizer: Tokenizer, seed: int) -> Asked:
         Prompt(
             index=i * trial.samples + sample,
             text=prompt.text,
-            tokens=tuple(tokenizer.encode(prompt.text)),
+            tokens=tuple(_encode(trial, tokenizer, prompt.text)),
             params=dataclasses.replace(
                 trial.sampling, seed=(first + i * trial.samples + sample) % _SEEDS
             ),
@@ -134,3 +136,9 @@ def ask(trial: Trial, tokenizer: Tokenizer, seed: int) -> Asked:
         for sample in range(trial.samples)
     ]
     return Asked(prompts=tuple(prompts), requests=tuple(requests))
+
+
+def _encode(trial: Trial, tokenizer: Tokenizer, text: str) -> list[int]:
+    if trial.chat:
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return tokenizer.encode(text)

@@ -23,6 +23,7 @@ from pipeline.core.errors import UserError
 
 # Every stage that a config may mention, and the module whose function of that name is its schema.
 STAGES = {
+    "generate": "pipeline.generate",
     "train": "pipeline.train",
     "profile": "pipeline.profile",
     "evaluate": "pipeline.evaluate",

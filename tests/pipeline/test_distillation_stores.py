@@ -14,7 +14,14 @@ from pipeline.core import artifacts
 from pipeline.core.errors import UserError
 from pipeline.corpora import Document, Segment
 from pipeline.generated import GeneratedCorpus, Generation, generate
-from pipeline.tasks import CorpusPrompts, HumanEval, Prompt, XSum
+from pipeline.tasks import (
+    CorpusPrompts,
+    FunctionSummaries,
+    HumanEval,
+    JsonlPrompts,
+    Prompt,
+    XSum,
+)
 from pipeline.teacher_cache import CacheContent, TeacherCache
 from pipeline.tokenize_corpus import encode
 from pipeline.training_loop import Share
@@ -151,19 +158,19 @@ def prompts(*names):
 def test_only_missing_texts_are_generated(tmp_path):
     asked = []
 
-    def write(texts):
-        asked.extend(texts)
-        return [Generation(text[::-1], i == 0) for i, text in enumerate(texts)]
+    def write(names):
+        asked.extend(names)
+        return [Generation(name * 2, i == 0) for i, name in enumerate(names)]
 
     assert generate(prompts("a", "b", "c"), write, tmp_path, batch_size=2, progress=False) == 3
     more = prompts("b", "d", "a", "d")
     assert generate(more, write, tmp_path, batch_size=2, progress=False) == 1
-    assert asked == [f"tell me about {name}" for name in "abcd"]
+    assert asked == [*"abcd"]
     assert [p.name for p in sorted(tmp_path.iterdir())] == [
         "000000.jsonl", "000001.jsonl", "000002.jsonl"
     ]  # fmt: skip
     found = list(GeneratedCorpus(path=f"{tmp_path}/*.jsonl").documents())
-    assert [d.segments[0].text for d in found] == asked
+    assert [d.segments[0].text for d in found] == [f"tell me about {name}" for name in asked]
 
 
 def test_an_interrupted_generation_keeps_whole_batches(tmp_path):
@@ -191,6 +198,22 @@ def test_generated_text_is_trained_on_without_its_prompt(tmp_path):
         ids, trained = encode(document, tokenizer)
         assert ids[trained].tolist() == answer
         assert len(ids) == len("tell me about a") + len(answer)
+
+
+def test_answers_of_a_conversation_are_messages(tmp_path):
+    generate(
+        prompts("a", "b"),
+        lambda names: [Generation("done", True), Generation("", True)],
+        tmp_path,
+        batch_size=2,
+        chat=True,
+        progress=False,
+    )
+    (document,) = GeneratedCorpus(path=f"{tmp_path}/*.jsonl").documents()  # an empty one is no text
+    assert document.messages == (
+        {"role": "user", "content": "tell me about a"},
+        {"role": "assistant", "content": "done"},
+    )
 
 
 # ------------------------------------------------------------------------------ draft vocabulary
@@ -274,3 +297,31 @@ def test_prompts_from_a_corpus():
         CorpusPrompts(corpus=Texts(), count=1, characters=99).prompts()
     with pytest.raises(ValueError, match="count must be positive"):
         CorpusPrompts(corpus=Texts(), count=0)
+
+
+def test_prompts_of_a_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    everything = JsonlPrompts(path=str(path), name="own", reference="answer").prompts()
+    assert everything[7] == Prompt("prompts.jsonl:8", "question 7", "answer 7")
+    parts = [
+        JsonlPrompts(path=str(path), name="own", held_out=side).prompts() for side in (True, False)
+    ]
+    assert 0 < len(parts[0]) < len(parts[1])
+    assert sorted(p.text for part in parts for p in part) == sorted(p.text for p in everything)
+    with pytest.raises(UserError, match=r"prompts.jsonl:1: no field 'question'"):
+        JsonlPrompts(path=str(path), name="own", field="question").prompts()
+
+
+def test_functions_to_be_described_do_not_show_their_docstring(monkeypatch):
+    lines = ("class C:", "    def f(self):", "        'Adds up.'", "        return 1")
+    source = "\n".join(lines)
+    document = Document(id="m.py", segments=(Segment(source),))
+    monkeypatch.setattr(tasks.PythonCode, "documents", lambda self: iter([document]))
+    side = document.is_held_out(0.5)
+    (prompt,) = FunctionSummaries(count=3, held_out=side, held_out_fraction=0.5).prompts()
+    assert "def f(self):\n    return 1\n```" in prompt.text
+    assert "Adds" not in prompt.text
+    assert prompt.reference == "Adds up."
+    assert not FunctionSummaries(count=3, held_out=not side, held_out_fraction=0.5).prompts()

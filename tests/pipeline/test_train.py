@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import shutil
+import signal
 
 import jax
 import numpy as np
@@ -180,6 +182,20 @@ class _Stopping:
             if step == self.at:
                 raise UserError("stop here")
             yield rows
+
+
+def test_sigterm_ends_at_once_while_the_teacher_is_asked_and_saves_later(trained, tmp_path):
+    shutil.copytree(trained.model("target"), tmp_path / "models" / "target")
+    handlers = []
+
+    class Text(SyntheticText):
+        def rows(self, batch, step, share=None):
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            return super().rows(batch, step)
+
+    run(tmp_path, DRAFTER, text=Text())
+    assert handlers[0] is signal.SIG_DFL
+    assert handlers[-1] is not signal.SIG_DFL
 
 
 def test_a_loss_that_is_no_number_stops_with_its_step_and_is_not_saved(tmp_path):

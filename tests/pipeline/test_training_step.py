@@ -111,6 +111,32 @@ def test_a_model_with_its_teachers_weights_overlaps_exactly():
     assert float(metrics.agreement) == 1.0
 
 
+def test_frozen_parts_stay_and_cost_no_moments():
+    spec = dataclasses.replace(
+        SPEC, shape=dataclasses.replace(SHAPE, tied_head=False), init="target", layers=(0, 1)
+    )
+    jobs = [
+        Job(spec=dataclasses.replace(spec, frozen=frozen), placement=placement())
+        for frozen in ((), ("embedding", "norm"))
+    ]
+    before = jax.tree.map(np.asarray, init_params(spec.shape, spec.seed, scan=True))
+    (free, _), (held, _) = (train(job) for job in jobs)
+    for name in before:
+        assert largest_difference(free[name], before[name]) > 0
+        moved = largest_difference(held[name], before[name]) > 0
+        assert moved == (name not in ("embedding", "norm"))
+    sizes = [
+        sum(leaf.size for leaf in jax.tree.leaves(job.abstract_state().optimizer)) for job in jobs
+    ]
+    saved = 2 * sum(before[name].size for name in ("embedding", "norm"))
+    assert sizes[0] - sizes[1] == saved
+
+
+def test_random_weights_are_not_frozen():
+    with pytest.raises(ValueError, match="would keep random weights"):
+        dataclasses.replace(SPEC, frozen=("embedding",))
+
+
 def test_all_ids_as_a_draft_vocabulary_change_nothing():
     whole = dataclasses.replace(SHAPE, tied_head=False)
     trimmed = dataclasses.replace(whole, head_vocab=VOCAB)
