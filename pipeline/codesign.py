@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,7 +31,7 @@ from pipeline.candidates import Forecast, Objective, Option, Traffic
 from pipeline.codesign_evidence import Evidence
 from pipeline.confirmation import Bench, Confirm, Confirmation
 from pipeline.core import artifacts, config
-from pipeline.core.errors import run_cli
+from pipeline.core.errors import end_with
 from pipeline.core.events import EventWriter
 from pipeline.core.run_dir import RunDir
 from pipeline.corpora import CORPORA
@@ -406,4 +405,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    end_with(main)

@@ -28,7 +28,7 @@ import sysconfig
 import textwrap
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -72,7 +72,7 @@ class Document:
     @property
     def content_id(self) -> str:
         """16 hex digits that are equal for equal documents: an id for programs."""
-        return self._digest(self.content).hex()[:16]
+        return _digest(self.content).hex()[:16]
 
     @property
     def content(self) -> str:
@@ -83,12 +83,24 @@ class Document:
 
     def is_held_out(self, fraction: float) -> bool:
         """Whether the document belongs to the held-out `fraction`, by the hash of its source."""
-        digest = self._digest(self.source or self.content)
-        return int.from_bytes(digest[:8], "big") < fraction * 2**64
+        return is_held_out(self.source or self.content, fraction)
 
-    @staticmethod
-    def _digest(text: str) -> bytes:
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+def is_held_out(source: str, fraction: float) -> bool:
+    """The side of the split that a document with this source falls on."""
+    return int.from_bytes(_digest(source)[:8], "big") < fraction * 2**64
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+Wanted = Callable[[str], bool]
+
+
+def _all(source: str) -> bool:
+    del source
+    return True
 
 
 class Corpus(Protocol):
@@ -99,8 +111,8 @@ class Corpus(Protocol):
         """Letters, digits and _."""
         ...
 
-    def documents(self) -> Iterator[Document]:
-        """All documents."""
+    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+        """All documents; those whose `source` is not wanted may be left out, if that saves making them."""
         ...
 
     def content_hash(self) -> str:
@@ -215,7 +227,7 @@ class JsonlCorpus:
     name: str
     field: str = "text"
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
         """See `Corpus`."""
         for where, row in json_lines(self.path):
             yield Document(
@@ -242,7 +254,7 @@ class ChatCorpus:
     name: str
     field: str = "messages"
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
         """See `Corpus`."""
         for where, row in json_lines(self.path):
             messages = require_field(row, self.field, list, where)
@@ -272,7 +284,7 @@ class TextCorpus:
     name: str
     separator: str = ""
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
         """See `Corpus`."""
         for file in matching_files(self.path):
             with explain_os_errors(file, "read"), _open(file) as stream:
@@ -301,7 +313,7 @@ class ParquetCorpus:
     name: str
     field: str = "text"
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
         """See `Corpus`."""
         for file in matching_files(self.path):
             for number, value in enumerate(_parquet_column(file, self.field), start=1):
@@ -400,7 +412,7 @@ class PythonCode:
 
     name: str = "python_code"
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
         """See `Corpus`."""
         for name, path in _library_files():
             text = _read_source(path)
@@ -418,13 +430,13 @@ class PythonProse:
 
     name: str = "python_prose"
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
         """See `Corpus`."""
         for topic, text in sorted(_topics().items()):
             yield Document(id=f"topic:{topic}", segments=(Segment(text),))
         for name, path in _library_files():
             source = _read_source(path)
-            text = "\n\n".join(_docstrings(source))
+            text = "\n\n".join(_docstrings(source)) if wanted(source) else ""
             if text:
                 yield Document(id=f"docstrings:{name}", segments=(Segment(text),), source=source)
 

@@ -21,7 +21,7 @@ from drafters.model_card import ModelCard
 from pipeline import acceptance_tables, quality, report, sandbox
 from pipeline.acceptance_artifact import Acceptance, Score, Skipped
 from pipeline.core import artifacts, config
-from pipeline.core.errors import UserError, run_cli
+from pipeline.core.errors import UserError, end_with
 from pipeline.core.run_dir import RunDir
 from pipeline.corpora import CORPORA, Absent
 from pipeline.evaluation import PLAIN, Evaluator, Piece, Work
@@ -359,4 +359,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    end_with(main)

@@ -23,6 +23,7 @@ from pipeline.core.run_dir import atomic_write
 from pipeline.corpora import (
     Document,
     Segment,
+    Wanted,
     hash_files,
     json_lines,
     matching_files,
@@ -96,7 +97,7 @@ class GeneratedCorpus:
     path: str
     name: str = "generated"
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = lambda source: True) -> Iterator[Document]:
         """See `Corpus`."""
         for where, row in json_lines(self.path):
             prompt, text = (require_field(row, f, str, where) for f in ("prompt", "text"))

@@ -36,7 +36,7 @@ from pipeline import collectives as collective_times
 from pipeline.cell_store import CellStore
 from pipeline.collectives import CollectiveGrid
 from pipeline.core import artifacts, config
-from pipeline.core.errors import run_cli
+from pipeline.core.errors import end_with
 from pipeline.core.events import EventWriter
 from pipeline.core.run_dir import RunDir
 from pipeline.latency import Machine
@@ -363,4 +363,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    end_with(main)

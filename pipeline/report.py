@@ -6,6 +6,7 @@ them are escaped. An artifact that cannot be read, or holds what no stage writes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,18 +24,20 @@ from pipeline.report_evidence import Evidence
 from pipeline.report_format import as_text
 from pipeline.report_plots import Plot
 from pipeline.report_sections import SECTIONS, Section
+from pipeline.run_children import REPORT_LATER
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _Made = TypeVar("_Made")
 
 
 def update(run: RunDir) -> epath.Path:
-    """Renders RUN_DIR/report.html; one that would not change is left as it is.
+    """Renders RUN_DIR/report.html, unless `pipeline.run` will; one that would not change is left as it is.
 
     Raises:
       UserError: the file system refuses.
     """
-    _replace(run, render(report_evidence.read(run)))
+    if REPORT_LATER not in os.environ:
+        _replace(run, render(report_evidence.read(run)))
     return run.report
 
 

@@ -18,14 +18,14 @@ from typing import Literal
 
 from pipeline.core import config
 from pipeline.core.checks import STAGES
-from pipeline.core.errors import UserError, run_cli
+from pipeline.core.errors import UserError, end_with
 from pipeline.core.run_dir import RunDir
 from pipeline.run_children import Children
 from pipeline.run_durations import Durations, in_words
 
-Stage = Literal["train", "profile", "evaluate", "codesign"]
+Stage = Literal["generate", "train", "profile", "evaluate", "codesign"]
 
-ORDER: tuple[Stage, ...] = ("train", "profile", "evaluate", "codesign")
+ORDER: tuple[Stage, ...] = ("generate", "train", "profile", "evaluate", "codesign")
 SETTINGS = ()
 
 
@@ -152,6 +152,7 @@ class _Run:
         if children.received:
             _say(f"stopped in {name}; {self._go_on()}")
         elif code:
+            _render(self.run)
             _say(f"error: {name} ended with exit code {code}; {self._go_on()}")
         return code
 
@@ -165,6 +166,13 @@ class _Run:
             "what is done is kept, the same command goes on from there: "
             f"python -m pipeline.run {shlex.join(flags)}"
         )
+
+
+def _render(run: RunDir) -> None:
+    """The report of what is there, which the stages left to this process."""
+    from pipeline import report
+
+    report.update(run)
 
 
 def _conclusion(run: RunDir) -> str:
@@ -200,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    end_with(main)

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+# Tells children that their parent renders the report when all have ended.
+REPORT_LATER = "DRAFTMESH_REPORT_LATER"
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SIGNALLED = 128  # a shell's exit code of a program that was killed, less the signal
 
@@ -53,7 +56,9 @@ class Children:
         Returns:
           Its exit code; as a shell would say it, 128 + the signal that was passed on or killed it.
         """
-        self._child = subprocess.Popen(_ending_with_parent(command), process_group=0)
+        self._child = subprocess.Popen(
+            _ending_with_parent(command), process_group=0, env={**os.environ, REPORT_LATER: "1"}
+        )
         if self.received:  # it came before there was anyone to pass it to
             self._child.send_signal(self.received)
         code = self._child.wait()

@@ -24,6 +24,7 @@ from pipeline.corpora import (
     Segment,
     documented_functions,
     hash_files,
+    is_held_out,
     json_lines,
     matching_files,
     require_field,
@@ -194,8 +195,8 @@ class CorpusPrompts:
         """
         found = {
             document.content_id: document.content
-            for document in self.corpus.documents()
-            if document.is_held_out(self.held_out_fraction) == self.held_out
+            for document in self.corpus.documents(self._is_wanted)
+            if self._is_wanted(document.source or document.content)
             and len(document.content) > self.characters
         }
         if not found:
@@ -208,6 +209,9 @@ class CorpusPrompts:
             Prompt(name, text[: self.characters], text[self.characters :])
             for name, text in sorted(found.items())[: self.count]
         ]
+
+    def _is_wanted(self, source: str) -> bool:
+        return is_held_out(source, self.held_out_fraction) == self.held_out
 
     def content_hash(self) -> str:
         """See `Task`."""
@@ -247,8 +251,7 @@ class JsonlPrompts:
     def _is_wanted(self, text: str) -> bool:
         if self.held_out is None:
             return True
-        document = Document(id="", segments=(Segment(text),))
-        return document.is_held_out(self.held_out_fraction) == self.held_out
+        return is_held_out(text, self.held_out_fraction) == self.held_out
 
     def content_hash(self) -> str:
         """See `Task`."""

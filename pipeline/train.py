@@ -28,7 +28,7 @@ from drafters.transformer import Params, unstack_layers
 from pipeline import rendezvous, watching
 from pipeline.cached_teacher import CachedFeed, cache_of, local_rows, rows_of
 from pipeline.core import artifacts, config
-from pipeline.core.errors import UserError, run_cli
+from pipeline.core.errors import UserError, end_with
 from pipeline.core.run_dir import RunDir
 from pipeline.corpora import CORPORA
 from pipeline.generated import GeneratedCorpus
@@ -274,9 +274,7 @@ class _Session:
         )
         return TrainingRecord(lineage=lineage, ingredients=ingredients, **results)
 
-    def _run(
-        self, job: Job, target: Target | None, begin: Params | None, bench: Bench
-    ) -> Ended:
+    def _run(self, job: Job, target: Target | None, begin: Params | None, bench: Bench) -> Ended:
         """The loop, from the newest saved state or from `begin` (random parameters if None)."""
         teacher = None
         if job.teacher is not None and target is not None:
@@ -484,4 +482,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    end_with(main)

@@ -277,7 +277,7 @@ def test_xsum_prompts_show_one_example(tmp_path):
 class Texts:
     name = "texts"
 
-    def documents(self):
+    def documents(self, wanted=None):
         for i in range(100):
             yield Document(id=str(i), segments=(Segment(f"document {i} " * 3),))
 

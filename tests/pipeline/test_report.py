@@ -14,6 +14,7 @@ from pipeline.core.run_dir import RunDir
 from pipeline.report_format import Table, as_text, interval, number, size
 from pipeline.report_plots import Plot
 from pipeline.report_sections import SECTIONS
+from pipeline.run_children import REPORT_LATER
 from tests.pipeline import artifacts_example as example
 from tests.pipeline.test_figures import contrast
 
@@ -366,6 +367,13 @@ def test_a_report_that_would_not_change_is_left_alone(tmp_path):
     run.plan.unlink()
     report.update(run)
     assert run.report.read_bytes() != first
+
+
+def test_a_stage_of_a_run_leaves_the_report_to_it(tmp_path, monkeypatch):
+    run = example.write_all(tmp_path)
+    monkeypatch.setenv(REPORT_LATER, "1")
+    assert report.update(run) == run.report
+    assert not run.report.exists()
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -20,6 +20,7 @@ from pipeline.run_children import Children
 from pipeline.run_durations import Durations, in_words
 
 ROOT = Path(__file__).resolve().parents[2]
+CONFIGURED = ("train", "profile", "evaluate", "codesign")
 ALL = "train.seed = 1\nprofile.seed = 2\nevaluate.seed = 3\ncodesign.seed = 4\n"
 SLOW = 60  # seconds after which a test that waits has failed
 
@@ -30,6 +31,7 @@ class Interpreter:
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "calls"
         self.path = folder / "interpreter"
+        self.rendered: list[Path] = []
         self.behave()
 
     def behave(self, **stages: str) -> None:
@@ -55,6 +57,7 @@ def interpreter(tmp_path, monkeypatch):
     Path("all.gin").write_text(ALL + 'run.run_dir = "runs/x"\n')
     found = Interpreter(tmp_path)
     monkeypatch.setattr(sys, "executable", str(found.path))
+    monkeypatch.setattr(report, "update", lambda run: found.rendered.append(run.root))
     monkeypatch.setattr(report, "conclude", lambda run: f"table of {run.root}\n")
     return found
 
@@ -78,17 +81,28 @@ def test_stages_run_in_order_with_the_same_config_and_run_directory(interpreter,
     check, *stages = interpreter.calls()
     flags = "--gin_file=all.gin --gin.train.seed=7 --run_dir=runs/x"
     assert check == f"-m pipeline.run {flags} --check=profile,evaluate,codesign"
-    assert stages == [f"-m pipeline.{name} {flags}" for name in runner.ORDER]
+    assert stages == [f"-m pipeline.{name} {flags}" for name in CONFIGURED]
     out, err = capsys.readouterr()
     assert out == "table of runs/x\n"
     assert [line.split(":")[0] for line in err.splitlines() if line.startswith("[")] == [
-        f"[{number}/4] {name}" for number, name in enumerate(runner.ORDER, 1) for _ in range(2)
+        f"[{number}/4] {name}" for number, name in enumerate(CONFIGURED, 1) for _ in range(2)
     ]
 
 
 def test_run_dir_flag_wins(interpreter):
     assert call("--run_dir=other") == 0
     assert all("--run_dir=other" in line for line in interpreter.calls())
+
+
+def test_text_is_written_before_anything_learns_from_it(interpreter):
+    Path("write.gin").write_text("generate.seed = 1")
+    assert call(files=("all.gin", "write.gin")) == 0
+    assert interpreter.stages() == ["generate", *CONFIGURED]
+
+
+def test_the_report_is_left_to_the_run(interpreter):
+    interpreter.behave(profile='test "$DRAFTMESH_REPORT_LATER" || exit 9')
+    assert call() == 0
 
 
 @pytest.mark.parametrize(
@@ -116,7 +130,7 @@ def test_stages_of_several_files_add_up(interpreter):
 def test_no_stage_configured(interpreter, capsys):
     Path("none.gin").write_text('run.run_dir = "runs/x"\ntrain.run_dir = "runs/x"')
     assert call(files=("none.gin",)) == 2
-    assert "none.gin: configures none of train, profile" in capsys.readouterr().err
+    assert "none.gin: configures none of generate, train" in capsys.readouterr().err
     assert interpreter.calls() == []
 
 
@@ -127,7 +141,7 @@ def test_an_unknown_stage_is_refused(interpreter, capsys):
 
 def test_dry_run_asks_every_stage_and_writes_nothing(interpreter, capsys):
     assert call("--dry_run") == 0
-    assert interpreter.stages() == list(runner.ORDER)
+    assert interpreter.stages() == list(CONFIGURED)
     assert all("--dry_run" in line for line in interpreter.calls())
     assert not Path("runs").exists()
     assert capsys.readouterr().out == ""
@@ -149,6 +163,7 @@ def test_a_failing_stage_ends_the_run_and_says_how_to_go_on(interpreter, capsys,
     assert interpreter.stages() == ["train", "profile", "evaluate"]
     out, err = capsys.readouterr()
     assert out == ""
+    assert interpreter.rendered == [RunDir.at("runs/x").root]
     last = err.splitlines()[-1]
     assert last.startswith(f"error: evaluate ended with exit code {code}; ")
     command = "python -m pipeline.run --gin_file=all.gin --gin.train.seed=7 --run_dir=runs/x"
