@@ -18,16 +18,13 @@ that is not JSON or lacks the field.
 from __future__ import annotations
 
 import ast
-import functools
 import gzip
 import hashlib
 import io
 import json
 import os
 import sysconfig
-import textwrap
 import tokenize
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +34,7 @@ from etils import epath
 
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import explain_os_errors
+from pipeline.docstrings import docstrings, parse
 
 
 class Absent(UserError):
@@ -436,7 +434,7 @@ class PythonProse:
             yield Document(id=f"topic:{topic}", segments=(Segment(text),))
         for name, path in _library_files():
             source = _read_source(path)
-            text = "\n\n".join(_docstrings(source)) if wanted(source) else ""
+            text = "\n\n".join(docstrings(source)) if wanted(source) else ""
             if text:
                 yield Document(id=f"docstrings:{name}", segments=(Segment(text),), source=source)
 
@@ -456,52 +454,10 @@ def _topics_file() -> Path:
 
 def _topics() -> dict[str, str]:
     """The dictionary `topics` of pydoc_data, read without running it."""
-    for node in _parse(_read_source(_topics_file())).body:
+    for node in parse(_read_source(_topics_file())).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return ast.literal_eval(node.value)
     raise UserError(f"{_topics_file()}: no dictionary of topics; use another corpus")
-
-
-def _parse(source: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes in other people's strings
-        return ast.parse(source)
-
-
-@functools.cache  # the tokenizer's sample and the tokenisation both want them: 7 s to parse, 3 MB to keep
-def _docstrings(source: str) -> list[str]:
-    """The docstrings of a module, its classes and its functions, in the order of the source."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in _statements(_parse(source)) if isinstance(node, documented)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    return [text for node in nodes if (text := ast.get_docstring(node))]
-
-
-def documented_functions(source: str) -> Iterator[tuple[str, str]]:
-    """(source without docstring, first line of the docstring) of every function of a module that has one."""
-    lines = source.splitlines()
-    for node in _statements(_parse(source)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        summary = (ast.get_docstring(node) or "").split("\n", 1)[0].strip()
-        if not summary or len(node.body) < 2:
-            continue
-        said = node.body[0]
-        assert said.end_lineno is not None
-        assert node.end_lineno is not None
-        kept = lines[node.lineno - 1 : said.lineno - 1] + lines[said.end_lineno : node.end_lineno]
-        yield textwrap.dedent("\n".join(kept)), summary
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """`node` and the statements in it, without their expressions: an eighth of what `ast.walk` visits."""
-    yield node
-    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        inner = getattr(node, name, None)
-        for statement in (
-            inner if isinstance(inner, list) else ()
-        ):  # a lambda's body is an expression
-            yield from _statements(statement)
 
 
 CORPORA = (ChatCorpus, JsonlCorpus, ParquetCorpus, PythonCode, PythonProse, TextCorpus)

@@ -1,4 +1,4 @@
-"""Lets the target write text for drafters: `python -m pipeline.generate --gin_file=gin/smollm2_train.gin`.
+"""Lets the target write text for drafters: `python -m pipeline.generate --gin_file=gin/smollm2_drafters.gin`.
 
 A drafter is asked to guess what the target writes, so what the target writes is the best text to learn from
 (sequence-level distillation, Kim and Rush 1606.07947). Answers lie in RUN_DIR/generated/<task>/*.jsonl, to be

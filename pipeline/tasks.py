@@ -22,7 +22,6 @@ from pipeline.corpora import (
     Document,
     PythonCode,
     Segment,
-    documented_functions,
     hash_files,
     is_held_out,
     json_lines,
@@ -30,6 +29,7 @@ from pipeline.corpora import (
     require_field,
     short_place,
 )
+from pipeline.docstrings import documented_functions
 
 
 class Prompt(NamedTuple):
