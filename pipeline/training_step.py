@@ -269,7 +269,8 @@ class Job:
         gradient, means = self._gradient(state.params, batch, teacher)
         trained = self._trained(state.params)
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, trained)
-        params = {**state.params, **optax.apply_updates(trained, updates)}
+        changed: Any = optax.apply_updates(trained, updates)
+        params = {**state.params, **changed}
         metrics = StepMetrics(
             means=means,
             gradient_norm=optax.tree_utils.tree_norm(gradient),
