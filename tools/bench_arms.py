@@ -60,8 +60,8 @@ def theirs(model: Any, ids: Sequence[int], **how: Any) -> Arm:
     return run
 
 
-def reader() -> Callable[[str], Any]:
-    """Reads a model for transformers in fp32."""
+def reader() -> Callable[..., Any]:
+    """Reads a model for transformers in fp32: (model, target of a drafter) -> model."""
     try:
         import torch
         import transformers
@@ -72,20 +72,20 @@ def reader() -> Callable[[str], Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    def read(model: str) -> Any:
+    def read(model: str, target: str = "") -> Any:
         with tempfile.TemporaryDirectory() as folder:
-            path = export(model, folder)
+            path = export(model, folder, target)
             found = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return found.eval()
 
     return read
 
 
-def export(model: str, destination: str) -> str:
-    """Writes the model for transformers; returns the folder."""
+def export(model: str, destination: str, target: str = "") -> str:
+    """Writes the model for transformers, a trimmed head completed by the target's; returns the folder."""
     from tools.export_model import main as export_model
 
     path = f"{destination}/exported"
     with contextlib.redirect_stdout(io.StringIO()):
-        export_model([model, path])
+        export_model([model, path, *([f"--target={target}"] if target else [])])
     return path

@@ -77,7 +77,7 @@ def their_arms(
     for k in counts:
         arms[f"lookup K = {k}"] = theirs(target, ids, prompt_lookup_num_tokens=k)
     for k in counts if drafter else ():
-        assistant = read(drafter)
+        assistant = read(drafter, model)
         settings = assistant.generation_config
         settings.num_assistant_tokens = k
         settings.num_assistant_tokens_schedule = "constant"

@@ -1,10 +1,17 @@
 """The table of the peers benchmark, on arms that need no model."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from drafters.formats.huggingface import HuggingFaceFolder
+from tests.tools.test_import_export import SHAPE, saved
 from tools import bench_arms, bench_peers
 from tools.bench_arms import Run
 from tools.bench_peers import Timed
+
+TRIMMED = replace(SHAPE, tied_head=False, head_vocab=4)
 
 
 def arm(tokens, passes, seconds):
@@ -62,3 +69,13 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(bench_arms.UserError, match=r"pip install -e '\.\[bench\]'"):
         bench_arms.reader()
+
+
+def test_a_drafter_with_a_trimmed_head_is_exported_beside_its_target(tmp_path):
+    target = saved(tmp_path / "target", seed=1)
+    drafter = saved(
+        tmp_path / "drafter", shape=TRIMMED, draft_ids=np.array([3, 65, 100, 256], np.int32)
+    )
+    folder = bench_arms.export(str(drafter), str(tmp_path), str(target))
+    weights = HuggingFaceFolder(folder).shapes()
+    assert weights["lm_head.weight"] == (SHAPE.vocab_size, SHAPE.width)
