@@ -96,7 +96,8 @@ def _digest(text: str) -> bytes:
 Wanted = Callable[[str], bool]
 
 
-def _all(source: str) -> bool:
+def everything(source: str) -> bool:
+    """Wants every document."""
     del source
     return True
 
@@ -109,7 +110,7 @@ class Corpus(Protocol):
         """Letters, digits and _."""
         ...
 
-    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """All documents; those whose `source` is not wanted may be left out, if that saves making them."""
         ...
 
@@ -225,7 +226,7 @@ class JsonlCorpus:
     name: str
     field: str = "text"
 
-    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for where, row in json_lines(self.path):
             yield Document(
@@ -252,7 +253,7 @@ class ChatCorpus:
     name: str
     field: str = "messages"
 
-    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for where, row in json_lines(self.path):
             messages = require_field(row, self.field, list, where)
@@ -282,7 +283,7 @@ class TextCorpus:
     name: str
     separator: str = ""
 
-    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for file in matching_files(self.path):
             with explain_os_errors(file, "read"), _open(file) as stream:
@@ -311,7 +312,7 @@ class ParquetCorpus:
     name: str
     field: str = "text"
 
-    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for file in matching_files(self.path):
             for number, value in enumerate(_parquet_column(file, self.field), start=1):
@@ -410,7 +411,7 @@ class PythonCode:
 
     name: str = "python_code"
 
-    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for name, path in _library_files():
             text = _read_source(path)
@@ -428,7 +429,7 @@ class PythonProse:
 
     name: str = "python_prose"
 
-    def documents(self, wanted: Wanted = _all) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for topic, text in sorted(_topics().items()):
             yield Document(id=f"topic:{topic}", segments=(Segment(text),))

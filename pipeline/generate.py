@@ -21,7 +21,7 @@ from drafters.mesh import Topology
 from pipeline import generated
 from pipeline.core import config
 from pipeline.core.errors import UserError, end_with
-from pipeline.core.run_dir import RunDir, atomic_write, explain_os_errors
+from pipeline.core.run_dir import RunDir, claim
 from pipeline.corpora import CORPORA
 from pipeline.generated import Generation
 from pipeline.generation import answers_of
@@ -96,18 +96,13 @@ def _check(tasks: Sequence[Trial], batch_size: int) -> None:
 
 def _claim(folder: epath.Path, trial: Trial, weights_hash: str, seed: int) -> None:
     """Writes what wrote the text of a folder, or refuses a folder that something else wrote."""
-    path = folder / "written_by.json"
     wanted = {
         "target": weights_hash,
         "sampling": json.loads(json.dumps(dataclasses.asdict(trial.sampling))),
         "chat": trial.chat,
         "seed": seed,
     }
-    if not path.exists():
-        atomic_write(path, json.dumps(wanted, indent=2) + "\n")
-        return
-    with explain_os_errors(path, "read"):
-        found = json.loads(path.read_text())
+    found = claim(folder / "written_by.json", wanted)
     if found != wanted:
         changed = ", ".join(name for name in wanted if found.get(name) != wanted[name])
         raise UserError(f"{folder} was written with another {changed}; delete it, or restore that")

@@ -24,6 +24,7 @@ from pipeline.corpora import (
     Document,
     Segment,
     Wanted,
+    everything,
     hash_files,
     json_lines,
     matching_files,
@@ -97,7 +98,7 @@ class GeneratedCorpus:
     path: str
     name: str = "generated"
 
-    def documents(self, wanted: Wanted = lambda source: True) -> Iterator[Document]:
+    def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for where, row in json_lines(self.path):
             prompt, text = (require_field(row, f, str, where) for f in ("prompt", "text"))

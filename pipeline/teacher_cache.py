@@ -29,7 +29,7 @@ import tqdm
 from etils import epath
 
 from pipeline.core.errors import UserError
-from pipeline.core.run_dir import atomic_directory, atomic_write, explain_os_errors, is_bucket
+from pipeline.core.run_dir import atomic_directory, claim, explain_os_errors, is_bucket
 
 Batch = Mapping[str, np.ndarray]
 BatchesFrom = Callable[[int], Iterator[Batch]]  # first step -> batches, this process's rows
@@ -195,11 +195,7 @@ class TeacherCache:
         """Writes what the folder is of, or checks it."""
         path = self.folder / "content.json"
         wanted = asdict(self.content)
-        if not path.exists():
-            atomic_write(path, json.dumps(wanted, indent=2) + "\n")
-            return
-        with explain_os_errors(path, "read"):
-            found = json.loads(path.read_text())
+        found = claim(path, wanted)
         if found != wanted:
             raise UserError(f"{path}: made of {found}, but {wanted} is in use; delete the folder")
 

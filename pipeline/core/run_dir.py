@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from etils import epath
 
@@ -95,6 +96,16 @@ def atomic_write(path: epath.PathLike, content: bytes | str) -> None:
     """Writes `content` (text as UTF-8) to `path`: complete or not at all. See `atomic_open`."""
     with atomic_open(path, "w" if isinstance(content, str) else "wb") as file:
         file.write(content)
+
+
+def claim(path: epath.PathLike, content: Any) -> Any:
+    """What the JSON file `path` says its folder is made of; `content`, written now, if there is none."""
+    path = epath.Path(path)
+    if not path.exists():
+        atomic_write(path, json.dumps(content, indent=2) + "\n")
+        return content
+    with explain_os_errors(path, "read"):
+        return json.loads(path.read_text())
 
 
 @contextlib.contextmanager
