@@ -7,9 +7,7 @@ it. A restore reads each array straight into the sharding it is asked for, whate
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import gc
 import logging
 import math
 import os
@@ -23,6 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
+from drafters.host_memory import frugal
 from drafters.transformer import Params
 from pipeline.core.errors import UserError
 
@@ -99,34 +98,8 @@ def restore_params(path: epath.PathLike, abstract: Params) -> Params:
     if not path.is_dir():
         raise UserError(f"No weights in {path}: import or train the model first")
     placed = _placed(abstract)
-    with _refusals(path, "Reading"), _frugal(), _reader(placed) as checkpointer:
+    with _refusals(path, "Reading"), frugal(), _reader(placed) as checkpointer:
         return checkpointer.restore(path.absolute(), args=ocp.args.StandardRestore(placed))
-
-
-# glibc's mallopt parameters, and what they grow to by themselves in a process that moves large arrays.
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-_LARGE = 32 << 20
-
-
-@contextlib.contextmanager
-def _frugal() -> Iterator[None]:
-    """Gives buffers back to the system as soon as they are read: glibc would keep 40% of the weights."""
-    try:
-        libc = ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
-        trim, option = (libc.malloc_trim, libc.mallopt) if libc else (None, None)
-    except (OSError, AttributeError):  # another C library
-        trim = option = None
-    if trim is None or option is None:
-        yield
-        return
-    option(_MMAP_THRESHOLD, 1 << 20)
-    try:
-        yield
-    finally:
-        option(_MMAP_THRESHOLD, _LARGE)
-        option(_TRIM_THRESHOLD, 2 * _LARGE)
-        gc.collect()
-        trim(0)
 
 
 def _writer(tree: Params) -> ocp.Checkpointer:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from drafters.host_memory import keep_freed_memory
 from drafters.sharding import Placement
 from pipeline.core.errors import UserError
 
@@ -74,6 +75,7 @@ class Topology:
         """
         if self.platform != "cpu":
             return
+        keep_freed_memory()
         flags = os.environ.get("XLA_FLAGS", "")
         if _CPU_COLLECTIVE_TIMEOUT not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {_CPU_COLLECTIVE_TIMEOUT}=600".strip()

@@ -7,6 +7,7 @@ kept in RUN_DIR/confirmation.json, so that a run that was stopped goes on.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -21,8 +22,8 @@ from pipeline.core.run_dir import RunDir
 from pipeline.decision import Gain
 from pipeline.trials import Trial, ask
 from pipeline.watching import say
-from serving.decode import FIRST_ROOM, Answer, Prompt, decode
-from serving.pair import Pair, load
+from serving.decode import FIRST_ROOM, Answer, Prompt, decode, prepare
+from serving.pair import Pair, load_target, with_drafter
 from serving.plan import Times
 from serving.sampling import SamplingParams
 
@@ -191,16 +192,14 @@ def _order(arms: int, laps: int) -> Iterator[tuple[int, int]]:
 
 def _loaded(bench: Bench, options: Sequence[Option]) -> list[Pair]:
     """One pair per option; the target's weights, and those of a drafter in one place, are held once."""
+    run_dir = str(bench.run.root)
+    target = load_target(run_dir, bench.topology, bench.target)
     held: dict[tuple, Pair] = {}
     pairs: list[Pair] = []
     for option in options:
         key = (option.drafter, option.placement, option.chips_per_copy)
         if key not in held:
-            pair = load(str(bench.run.root), bench.topology, bench.target, option.choice())
-            if pairs:
-                shared = pair.weights._replace(target=pairs[0].weights.target)
-                pair = dataclasses.replace(pair, weights=shared)
-            held[key] = pair
+            held[key] = with_drafter(target, run_dir, bench.topology, option.choice())
         pair = held[key]
         engine = dataclasses.replace(pair.engine, k=option.k, rule=option.rule)
         pairs.append(dataclasses.replace(pair, engine=engine))
@@ -233,7 +232,13 @@ def _warm_up(
     traffic: Traffic,
     job: Sequence[SamplingParams],
 ) -> None:
-    """Compiles what answers of more than the first room need on the way; the rest compiles untimed."""
+    """Compiles all programs, those that answers of more than the first room need on the way by playing."""
+    batches = [
+        prompts[first : first + traffic.batch]
+        for prompts in requests.values()
+        for first in range(0, len(prompts), traffic.batch)
+    ]
+    prepare(itertools.product(pairs, batches), job)
     if traffic.tokens > FIRST_ROOM:
         for pair in pairs:
             for prompts in requests.values():

@@ -23,7 +23,7 @@ from pipeline.generation import Advance, Measurement, answers_of, served, unders
 from pipeline.overlap import Memory
 from pipeline.trials import Asked, Trial, ask
 from serving.decode import Answer, Prompt
-from serving.pair import Pair, load, model_folder
+from serving.pair import Pair, load_target, model_folder, with_drafter
 from serving.plan import Choice
 from serving.sampling import SamplingParams
 
@@ -152,12 +152,15 @@ class Evaluator:
         )
 
     def _pair(self, work: Work) -> Pair:
-        """The models of a piece; those of one drafter at a time are held."""
+        """The models of a piece; the target is held, and one drafter at a time."""
+        root = str(self.run.root)
+        if not self._pairs:
+            self._pairs[""] = load_target(root, self.topology, self.target)
         if work.drafter not in self._pairs:
+            target, choice = self._pairs[""], Choice(drafter=work.drafter, k=self.k)
             self._pairs.clear()
-            choice = Choice(drafter=work.drafter, k=self.k if work.drafter else 0)
-            root = str(self.run.root)
-            self._pairs[work.drafter] = load(root, self.topology, self.target, choice)
+            pair = with_drafter(target, root, self.topology, choice)
+            self._pairs.update({"": target, work.drafter: pair})
         pair = self._pairs[work.drafter]
         engine = dataclasses.replace(pair.engine, k=work.k, rule=work.rule)
         return dataclasses.replace(pair, engine=engine)

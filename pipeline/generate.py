@@ -29,8 +29,7 @@ from pipeline.tasks import TASKS
 from pipeline.trials import Trial, ask
 from pipeline.watching import say
 from serving.decode import Prompt
-from serving.pair import Pair, load, model_folder
-from serving.plan import Choice
+from serving.pair import Pair, load_target, model_folder
 from serving.sampling import SamplingParams
 
 
@@ -68,7 +67,7 @@ def generate(
         return
     with run.lock("generate"):
         topology.prepare()
-        pair = functools.cache(lambda: load(run_dir, topology, target, Choice(k=0)))
+        pair = functools.cache(lambda: load_target(run_dir, topology, target))
         job = [trial.sampling for trial in tasks]
         for trial, questions in asked.items():
             place = run.root / "generated" / trial.name

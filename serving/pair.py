@@ -68,35 +68,62 @@ def load(run_dir: str, topology: Topology, target: str, choice: Choice) -> Pair:
     Raises:
       UserError: a model is missing or damaged, the tokenizers differ, the mesh or K does not fit.
     """
+    return with_drafter(load_target(run_dir, topology, target), run_dir, topology, choice)
+
+
+def load_target(run_dir: str, topology: Topology, target: str) -> Pair:
+    """Loads the target, to be decoded plainly.
+
+    Raises:
+      UserError: it is missing or damaged, or the mesh does not fit.
+    """
     folder = model_folder(run_dir, target)
     card = model_card.read_card(folder)
     tokenizer = model_card.read_tokenizer(folder, card)
     everywhere = topology.placement() if topology.num_chips > 1 else None
-    dtype = topology.serving_dtype
-    shape, params, notes = _load_model(folder, card, everywhere, dtype)
-    leader = (choice.leader or not choice.k) and everywhere is not None
-    drafter, drafter_params, drafter_placement, more = _load_drafter(
-        run_dir, topology, choice, tokenizer, dtype
-    )
-    _require_shorter(choice.k, shape.context, drafter.context if drafter else shape.context)
+    shape, params, notes = _load_model(folder, card, everywhere, topology.serving_dtype)
     engine = Engine(
         shape=shape,
         num_tokens=tokenizer.vocab_size,
         eos_ids=tuple(tokenizer.eos_ids),
-        dtype=dtype,
-        drafter=drafter,
-        k=choice.k,
-        rule=choice.rule,
+        dtype=topology.serving_dtype,
+        drafter=None,
+        k=0,
         placement=everywhere,
-        drafter_placement=drafter_placement,
-        leader=leader,
+        leader=everywhere is not None,
     )
     return Pair(
         engine=engine,
-        weights=Weights(params, drafter_params),
+        weights=Weights(params, None),
         tokenizer=tokenizer,
         context=shape.context,
-        notes=(*notes, *more),
+        notes=notes,
+    )
+
+
+def with_drafter(target: Pair, run_dir: str, topology: Topology, choice: Choice) -> Pair:
+    """The loaded target, whose weights are shared, with the drafter that `choice` names.
+
+    Raises:
+      UserError: the drafter is missing or damaged, its tokenizer is another, its place or K does not fit.
+    """
+    drafter, params, placement, notes = _load_drafter(
+        run_dir, topology, choice, target.tokenizer, target.engine.dtype
+    )
+    _require_shorter(choice.k, target.context, drafter.context if drafter else target.context)
+    engine = dataclasses.replace(
+        target.engine,
+        drafter=drafter,
+        k=choice.k,
+        rule=choice.rule,
+        drafter_placement=placement,
+        leader=(choice.leader or not choice.k) and target.engine.placement is not None,
+    )
+    return dataclasses.replace(
+        target,
+        engine=engine,
+        weights=target.weights._replace(drafter=params),
+        notes=(*target.notes, *notes),
     )
 
 

@@ -91,6 +91,12 @@ def _nothing(engine: Engine, batch: int, capacity: int) -> Prefix:
     return Prefix(target, drafter, everywhere(engine, scores))
 
 
+def _before(engine: Engine, batch: int, capacity: int) -> Prefix:
+    """What precedes a prompt, lying where its chunks leave it: one program takes in all of a size."""
+    prefix = _nothing(engine, batch, capacity)
+    return prefix if engine.placement else jax.device_put(prefix, jax.devices()[0])
+
+
 def _with_sharded_caches(engine: Engine, drafter: Any) -> Any:
     shardings = _cache_places(engine)
 
@@ -214,7 +220,7 @@ def start(
     tokens = np.zeros((len(prompts), max(room, sum(sizes))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    prefix, first = _nothing(engine, len(prompts), capacity), 0
+    prefix, first = _before(engine, len(prompts), capacity), 0
     for size in sizes:
         chunk = tokens[:, first : first + size]
         prefix = _take_in(engine, weights, prefix, chunk, np.int32(first), lengths)
@@ -223,12 +229,33 @@ def start(
     return _begin(engine, requests, prefix, behind, tokens[:, :room], lengths)
 
 
-def unread(engine: Engine, requests: Requests, batch: int, capacity: int) -> State:
-    """The state of rows without tokens, to be traced for its shapes."""
+def taking_in(
+    engine: Engine, weights: Weights, batch: int, capacity: int, size: int
+) -> jax.stages.Lowered:
+    """The program by which `start` takes in chunks of `size` tokens, traced."""
+    prefix, lengths = _before(engine, batch, capacity), np.ones(batch, np.int32)
+    chunk = np.zeros((batch, size), np.int32)
+    return _take_in.lower(engine, weights, prefix, chunk, np.int32(0), lengths)
+
+
+def unread(engine: Engine, requests: Requests, batch: int, capacity: int, room: int = 0) -> State:
+    """The state of rows without tokens, to be traced for its shapes; a `room` of 0 is the capacity."""
     prefix = _nothing(engine, batch, capacity)
     behind, prefix = prefix.scores, dataclasses.replace(prefix, scores=None)
-    prompts = jnp.zeros((batch, capacity), jnp.int32)
+    prompts = jnp.zeros((batch, room or capacity), jnp.int32)
     return _begin(engine, requests, prefix, behind, prompts, prompts[:, 0])
+
+
+def described(
+    engine: Engine, requests: Requests, batch: int, capacity: int, room: int = 0
+) -> State:
+    """ShapeDtypeStructs in the places of the arrays that `start` returns, lying where they lie."""
+    shapes = jax.eval_shape(lambda: unread(engine, requests, batch, capacity, room))
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        places(engine, shapes),
+    )
 
 
 def places(engine: Engine, state: State) -> State:
@@ -238,7 +265,10 @@ def places(engine: Engine, state: State) -> State:
         return jax.tree.map(lambda _: here, state)
     everyone = engine.placement.sharding()
     each = engine.placement.sharding(engine.placement.mesh.axis_names)
-    private = jax.tree.map(lambda _: each if engine.leader else everyone, state.private)
+    # XLA lays what is empty everywhere.
+    private = jax.tree.map(
+        lambda leaf: each if engine.leader and leaf.size else everyone, state.private
+    )
     if engine.drafter_placement is not None and not engine.leader:
         caches = _cache_places(engine)
         drafter = jax.tree.map(

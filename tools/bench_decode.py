@@ -25,8 +25,7 @@ from drafters.mesh import Topology
 from drafters.model_card import read_card, read_tokenizer
 from drafters.transformer import with_params
 from serving.decode import Prompt, decode
-from serving.pair import Pair, load
-from serving.plan import Choice
+from serving.pair import Pair, load_target
 from serving.sampling import SamplingParams
 from serving.speculation import Engine, everywhere
 from tools.bench_arms import ours, reader, theirs
@@ -185,7 +184,7 @@ def fresh_start(model: str) -> list[str]:
 def one_token(model: str) -> str:
     """Run in a process of its own: loads the model and decodes one token."""
     ONE.prepare()
-    pair = load(".", ONE, f"./{model}" if "/" not in model else model, Choice(k=0))
+    pair = load_target(".", ONE, f"./{model}" if "/" not in model else model)
     tokenizer = pair.tokenizer
     decode(
         pair,
@@ -228,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     topology = SIXTEEN if given.sixteen else ONE
     topology.prepare()
-    pair = load(".", topology, given.model, Choice(k=0))
+    pair = load_target(".", topology, given.model)
     if given.sixteen:
         # All 16 hold the whole of SmolLM2's attention, and share the cores: a pass takes a second.
         lines = [*pair.notes, *scoring_curve(pair, 256, (4, 5, 8), repeats=1, steps=1)]

@@ -20,7 +20,7 @@ from pathlib import Path
 from etils import epath
 
 from drafters.model_card import read_card, read_tokenizer
-from serving.pair import NGRAM, load
+from serving.pair import NGRAM, load_target, with_drafter
 from serving.plan import Choice
 from tools.bench_arms import Arm, Run, ours, reader, theirs
 from tools.bench_decode import MODEL, ONE
@@ -57,9 +57,10 @@ class Timed:
 
 def our_arms(model: str, drafter: str, counts: Sequence[int], ids: Sequence[int]) -> dict[str, Arm]:
     """Plain decoding, looked-up drafts, and a drafter's."""
-    arms = {"plain": ours(load(".", ONE, model, Choice(k=0)), ids)}
+    target = load_target(".", ONE, model)
+    arms = {"plain": ours(target, ids)}
     for name in filter(None, (NGRAM, drafter)):
-        pair = load(".", ONE, model, Choice(drafter=name, k=max(counts)))
+        pair = with_drafter(target, ".", ONE, Choice(drafter=name, k=max(counts)))
         for k in counts:
             engine = dataclasses.replace(pair.engine, k=k)
             what = "lookup" if name == NGRAM else "drafter"

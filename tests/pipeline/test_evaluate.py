@@ -25,6 +25,7 @@ from pipeline.generation import answers_of, understand
 from pipeline.rounds import Outlook
 from pipeline.tasks import HumanEval, Prompt, XSum
 from pipeline.trials import Trial, ask
+from serving import pair as loading
 from serving.pair import load
 from serving.plan import Choice
 from serving.sampling import SamplingParams
@@ -113,6 +114,17 @@ def rendered():
         yield roots
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """The folders of the models that were read."""
+    read, names = loading._load_model, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            loading, "_load_model", lambda at, *rest: (names.append(at.name), read(at, *rest))[1]
+        )
+        yield names
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """(root, acceptance) of an evaluation of both drafters."""
@@ -144,6 +156,11 @@ def test_every_drafter_has_a_result_at_every_k(run):
         assert 0 <= result.alpha_interval.low <= result.alpha <= result.alpha_interval.high <= 1
         assert result.tau_interval.low <= result.tau <= result.tau_interval.high
         assert result.requests == 24
+
+
+def test_every_model_is_read_once(run, loaded):
+    assert sorted(loaded[:2]) == ["small", "target"]
+    assert loaded.count("target") == 1
 
 
 # What design documents promise of the file, by name.
@@ -249,7 +266,7 @@ def test_derived_results_have_the_law_of_a_real_run(run):
 def test_the_second_run_does_nothing(run, capsys, monkeypatch):
     root, acceptance = run
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
-    monkeypatch.setattr(evaluation, "load", None)
+    monkeypatch.setattr(evaluation, "load_target", None)
     assert play(root) == acceptance
     assert "acceptance.json is up to date" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*.json")} == before
@@ -266,7 +283,7 @@ def copy(run, tmp_path):
 def test_what_is_there_is_not_played_again(run, copy, capsys, monkeypatch):
     """acceptance.json is made again from its pieces; one that was of other settings is not used."""
     (copy / "acceptance.json").unlink()
-    monkeypatch.setattr(evaluation, "load", None)
+    monkeypatch.setattr(evaluation, "load_target", None)
     again = play(copy)
     assert dataclasses.replace(again, lineage=run[1].lineage) == run[1]
     assert "2 of 2 pieces are there already" in capsys.readouterr().err

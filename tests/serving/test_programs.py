@@ -1,12 +1,25 @@
 """What XLA makes of a round, as it is served: optimised, and without a copy of the cache."""
 
+import contextlib
+import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from serving import speculation
-from tests.serving.pairs import SAMPLED, pair, random_prompts, start
+from serving.decode import prepare
+from tests.serving.pairs import (
+    JOB,
+    SAMPLED,
+    ask_all,
+    on_mesh,
+    pair,
+    random_prompts,
+    serve,
+    start,
+)
 
 
 def copies_of(text, shape):
@@ -35,3 +48,54 @@ def test_a_copy_would_be_found():
     text = "  %copy.3 = f32[2,8,128,4]{3,2,1,0} copy(%param.1)"
     assert len(copies_of(text, (2, 8, 128, 4))) == 1
     assert copies_of(text, (1, 8, 128, 4)) == []
+
+
+@contextlib.contextmanager
+def compilations():
+    """The names of the functions that are compiled meanwhile."""
+    names = []
+
+    def listen(event, seconds, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def here(served):
+    """The same pair with weights that have their place, as those that are read from a file have."""
+    return dataclasses.replace(served, weights=jax.device_put(served.weights, jax.devices()[0]))
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        pytest.param(lambda: here(pair("autoregressive", 5)), id="one device"),
+        pytest.param(
+            lambda: on_mesh(pair("autoregressive", 5), leader=True),
+            id="led",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda: on_mesh(pair("autoregressive", 5), chips_per_copy=4),
+            id="copies",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda: on_mesh(pair("ngram", 5), leader=True), id="led lookup"),
+        pytest.param(lambda: on_mesh(pair(), leader=True), id="plain"),
+    ],
+)
+def test_what_was_prepared_is_not_compiled_again(served):
+    """A prompt of two sizes of chunks, so that the caches of the second come from the first."""
+    served, prompts = served(), ask_all(random_prompts((280,)), SAMPLED)
+    with compilations() as first:
+        prepare([(served, prompts)], JOB)
+    assert {"jit(run_rounds)", "jit(_take_in)"} <= set(first)
+    with compilations() as later:
+        (answer,) = serve(served, prompts)
+    assert answer.tokens
+    assert {"jit(run_rounds)", "jit(_take_in)"}.isdisjoint(later)
