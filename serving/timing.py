@@ -198,8 +198,8 @@ def started(pair: Served, setting: Setting, capacity: int) -> tuple[Requests, St
 
 def _blank(engine: Engine, setting: Setting, requests: Requests, capacity: int) -> State:
     """The state behind prompts of zeros, put together by the host: nothing is compiled for it."""
-    described = jax.eval_shape(lambda: prefill.unread(engine, requests, setting.batch, capacity))
-    state = jax.tree.map(zeros, described, prefill.places(engine, described))
+    described = prefill.described(engine, requests, setting.batch, capacity)
+    state = jax.tree.map(zeros, described)
     return _at_length(state, setting.context)
 
 
