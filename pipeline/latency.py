@@ -11,10 +11,11 @@ inference):
 
 with nonnegative coefficients, since none of these gives time back. They are sums and not the maxima of a
 roofline: at a batch of one a chip waits for each in turn. A single column is multiplied by vector
-instructions; several are by matrix instructions, for which weights are packed and units started, at another
-price per byte and per layer, the head being one more. Bytes and flops are those of one chip. Chips of a
-host platform share its cores: where more of them work than there are cores, they take turns, and all but
-the collectives, which were measured on the same cores, counts as often as chips share a core.
+instructions; several are by matrix instructions, which have a price per flop of their own, and for which
+weights are packed and units started, at a price per byte and per layer, the head being one more. Bytes and
+flops are those of one chip. Chips of a host platform share its cores: where more of them work than there are
+cores, they take turns, and all but the collectives, which were measured on the same cores, counts as often as
+chips share a core.
 
 Steps whose collectives were removed are fitted too: without them what a layer costs by itself and what
 its collectives cost would go up and down together. They are no steps that anybody makes, so errors are not
@@ -45,6 +46,7 @@ TERMS: tuple[str, ...] = (
     "layer_us",
     "fixed_us",
     "matrix_weights_us_per_mib",
+    "matrix_arithmetic_us_per_mflop",
     "matrix_layer_us",
 )
 GOOD_MEDIAN, GOOD_WORST = 0.10, 0.25
@@ -85,7 +87,7 @@ class Machine(NamedTuple):
 def features(work: Work, machine: Machine) -> np.ndarray:
     """f64[terms]: what each of `TERMS` multiplies."""
     turns = machine.turns(work.busy)
-    matrix = turns * (work.columns > 1)
+    vector, matrix = turns * (work.columns == 1), turns * (work.columns > 1)
     collectives = work.reduces * machine.collective_us(
         "all_reduce", work.chips, work.reduce_bytes
     ) + work.gathers * machine.collective_us("all_gather", work.chips, work.gather_bytes)
@@ -93,11 +95,12 @@ def features(work: Work, machine: Machine) -> np.ndarray:
         [
             turns * work.weight_bytes / _MIB,
             turns * work.capacity_bytes / _MIB,
-            turns * work.flops / 1e6,
+            vector * work.flops / 1e6,
             collectives,
             turns * work.layers,
             turns,
             matrix * work.weight_bytes / _MIB,
+            matrix * work.flops / 1e6,
             matrix * (work.layers + 1),
         ]
     )

@@ -185,9 +185,7 @@ class _Stage:
                 alpha_beta=collective_fit.fit(alone, self._lineage.seed),
             )
             watch = Stopwatch(plan.grid.sampling, meter, self._lineage.seed)
-            times = {}
-            for some in (plan.target_steps(), plan.other_steps(), plan.rounds()):
-                times |= step_times.measure(plan, some, watch, store, _shown(bar))
+            times = step_times.measure(plan, [*cells, *plan.rounds()], watch, store, _shown(bar))
         outliers = sum(timed.outliers for timed in times.values())
         layers = profile_results.layers(plan, times, machine)
         steps = profile_results.steps(cells, times, mesh, dtype)

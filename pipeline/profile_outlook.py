@@ -62,24 +62,18 @@ def _whose(topology: Topology) -> str:
 
 def _needed_bytes(plan: Plan) -> int:
     """At most: per chip, or of the whole host where its chips share one memory."""
-    topology, grid = plan.topology, plan.grid
-    sharers = topology.num_chips if topology.platform == "cpu" else 1
-    batch, capacity = max(grid.batches), grid.capacity(max(grid.contexts))
+    topology = plan.topology
 
-    def needed(shape: TransformerShape, chips: int, caches: int) -> int:
-        empty = held_bytes(shape, chips, 0, capacity, topology.serving_dtype)
-        full = held_bytes(shape, chips, batch, capacity, topology.serving_dtype)
-        return sharers * (empty + caches * (full - empty))
+    def weights(shape: TransformerShape, chips: int) -> int:
+        return held_bytes(shape, chips, 0, 0, topology.serving_dtype)
 
-    # Removing collectives takes a second copy of the target's weights, and of the shallow one.
-    target = needed(plan.target.shape, topology.num_chips, step_times.TOGETHER)
-    apart = sum(
-        needed(model.shape, topology.num_chips, 1) for model in (plan.target, plan.shallow) if model
-    )
+    chips, copies = topology.num_chips, 1 if topology.num_chips == 1 else 2  # one without collectives
+    models = [model for model in (*plan.models, plan.shallow) if model]
     fewest = min(seat.chips for seat in plan.seats)
-    drafters = sum(needed(model.shape, fewest, 1) for model in plan.drafters)
-    scores = 4 * plan.target.shape.vocab_size * batch * (max(grid.drafts) + 1)
-    return target + max(apart, drafters) + step_times.TOGETHER * sharers * scores
+    held = copies * sum(weights(model.shape, chips) for model in models)
+    held += sum(weights(model.shape, fewest) for model in plan.drafters)
+    cells = step_times.together(plan) * step_times.cell_bytes(plan)
+    return step_times.sharers(topology) * held + cells
 
 
 def require_memory(plan: Plan) -> None:

@@ -6,7 +6,7 @@ Cells that are compared, such as the target with and without its collectives, ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,15 @@ from pipeline.cell_store import CellStore
 from pipeline.profile_artifact import Quantiles
 from pipeline.profile_grid import Cell, Plan, RoundCell, StepCell
 from pipeline.stopwatch import Samples, Stopwatch
-from pipeline.work import chip_shape
+from pipeline.work import chip_shape, held_bytes
 from serving import timing
 from serving.passes import Part, Seated
 from serving.plan import Choice
 from serving.sampling import SamplingParams
 from serving.untrained import random_pair, seated
 
-TOGETHER = 10  # cells whose programs and caches are held at once
+HELD_BYTES = 1 << 30  # of caches and logits that are held at once, on a chip or on the host of all
+_FEWEST = 10  # cells that are held at once, whatever they take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,9 @@ def measure(
             found[cell.key] = known
             on_cells(1, cell.key)
     missing = [cell for cell in cells if cell.key not in found]
-    for some in _chunks(missing):
+    count = together(plan)
+    for first in range(0, len(missing), count):
+        some = missing[first : first + count]
         for key, timed in _measure(Bench(plan), some, stopwatch):
             store.put(key, timed)
             found[key] = timed
@@ -138,9 +141,30 @@ def measure(
     return found
 
 
-def _chunks(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
-    for first in range(0, len(cells), TOGETHER):
-        yield cells[first : first + TOGETHER]
+def together(plan: Plan) -> int:
+    """How many cells are sampled in turns: all that are compared, where memory allows it.
+
+    A shared machine is faster at one time than half a minute later, and a model of all passes would take
+    that for a property of those measured then.
+    """
+    return max(_FEWEST, HELD_BYTES // cell_bytes(plan))
+
+
+def cell_bytes(plan: Plan) -> int:
+    """What a cell holds beside weights, at most: per chip, or of the host that all chips share."""
+    topology, grid, shape = plan.topology, plan.grid, plan.target.shape
+    batch, capacity = max(grid.batches), grid.capacity(max(grid.contexts))
+    empty, full = (
+        held_bytes(shape, topology.num_chips, rows, capacity, topology.serving_dtype)
+        for rows in (0, batch)
+    )
+    scores = 4 * shape.vocab_size * batch * (max(grid.drafts) + 1)
+    return sharers(topology) * (full - empty + scores)
+
+
+def sharers(topology: Topology) -> int:
+    """Chips that share one memory."""
+    return topology.num_chips if topology.platform == "cpu" else 1
 
 
 def _measure(
