@@ -7,15 +7,14 @@ inference):
     time = weights x bytes of weights + cache x bytes of the cache + arithmetic x flops
          + collectives x sum over collectives of (alpha + beta x bytes)
          + layer x layers + fixed
-         + (matrix weights x bytes of weights + matrix layer x (layers + 1), beyond one column)
+         + matrix layer x (layers + 1), beyond one column
 
 with nonnegative coefficients, since none of these gives time back. They are sums and not the maxima of a
 roofline: at a batch of one a chip waits for each in turn. A single column is multiplied by vector
-instructions; several are by matrix instructions, which have a price per flop of their own, and for which
-weights are packed and units started, at a price per byte and per layer, the head being one more. Bytes and
-flops are those of one chip. Chips of a host platform share its cores: where more of them work than there are
-cores, they take turns, and all but the collectives, which were measured on the same cores, counts as often as
-chips share a core.
+instructions; several are by matrix instructions, which have a price per flop of their own and one for their
+start, in every layer and in the head. Bytes and flops are those of one chip. Chips of a host platform share
+its cores: where more of them work than there are cores, they take turns, and all but the collectives, which
+were measured on the same cores, counts as often as chips share a core.
 
 Steps whose collectives were removed are fitted too: without them what a layer costs by itself and what
 its collectives cost would go up and down together. They are no steps that anybody makes, so errors are not
@@ -45,7 +44,6 @@ TERMS: tuple[str, ...] = (
     "collectives_factor",
     "layer_us",
     "fixed_us",
-    "matrix_weights_us_per_mib",
     "matrix_arithmetic_us_per_mflop",
     "matrix_layer_us",
 )
@@ -99,7 +97,6 @@ def features(work: Work, machine: Machine) -> np.ndarray:
             collectives,
             turns * work.layers,
             turns,
-            matrix * work.weight_bytes / _MIB,
             matrix * work.flops / 1e6,
             matrix * (work.layers + 1),
         ]

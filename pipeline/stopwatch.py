@@ -122,9 +122,9 @@ class _Cell:
         return min(self._part.most, max(few, enough))
 
     def sample(self) -> None:
-        """One long call, and a call of a single repetition as long as those are too few."""
+        """One long call, and another of a single repetition as long as those are too few."""
         self._long.append(sample_ms(self._part, self._loops))
-        if len(self._short) < self._sampling.samples:
+        if self._loops > 1 and len(self._short) < self._sampling.samples:
             self._short.append(sample_ms(self._part, 1))
 
     @property
@@ -138,7 +138,7 @@ class _Cell:
         repeating = self._share_of_repetitions()
         return Samples(
             fused=tuple(ms * repeating for ms in self._long),
-            single=tuple(self._short),
+            single=tuple(self._short or self._long),
             loops=self._loops,
             program=program,
         )
@@ -148,9 +148,10 @@ class _Cell:
 
         Noise can make one repetition appear to take longer than many; the share is positive all the same.
         """
-        count, once, each = self._loops, np.median(self._short), np.median(self._long)
+        count = self._loops
         if count < _FEW:
             return 1.0
+        once, each = np.median(self._short), np.median(self._long)
         repetition = each - (once - each) / (count - 1)
         return float(np.clip(repetition / each, 1 / count, 1.0))
 
