@@ -53,6 +53,10 @@ class Autoregressive:
         return self.shape.context
 
     @property
+    def may_pass(self) -> bool:
+        return False
+
+    @property
     def draft_vocab(self) -> int:
         return self.shape.logits_size
 

@@ -23,6 +23,10 @@ class Blind:
     context: int = 2**30
 
     @property
+    def may_pass(self) -> bool:
+        return False
+
+    @property
     def draft_vocab(self) -> int:
         return self.vocab_size
 

@@ -44,6 +44,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def may_pass(self) -> bool:
+        """Whether it may have nothing to propose where there is room for drafts."""
+        ...
+
+    @property
     def draft_vocab(self) -> int:
         """V', columns of its distributions."""
         ...

@@ -2,7 +2,8 @@
 
 No weights. The row's own text, prompt and output, is searched for the latest earlier occurrence of its
 last `longest` tokens, then of fewer, down to `shortest`; the tokens behind it are the drafts. They are
-certain to the drafter, so p is one-hot. Axes: B batch, K drafts, C tokens there is room for, V vocabulary.
+certain to the drafter, so p is one-hot. Without such an occurrence there are none. Axes: B batch, K drafts,
+C tokens there is room for, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class NgramState:
 
 @dataclasses.dataclass(frozen=True)
 class Ngram:
-    """A drafter by lookup; see `drafters.drafter.Drafter`."""
+    """A drafter by lookup; see `drafters.drafter.Drafter`. With `shortest` = 0 it always proposes."""
 
     vocab_size: int
     shortest: int = 2
@@ -35,10 +36,14 @@ class Ngram:
     context: int = 2**30
 
     def __post_init__(self):
-        if not 1 <= self.shortest <= self.longest:
+        if not 0 <= self.shortest <= self.longest:
             raise ValueError(
-                f"Ngram.shortest = {self.shortest} must lie in 1..longest = {self.longest}"
+                f"Ngram.shortest = {self.shortest} must lie in 0..longest = {self.longest}"
             )
+
+    @property
+    def may_pass(self) -> bool:
+        return self.shortest > 0
 
     @property
     def draft_vocab(self) -> int:

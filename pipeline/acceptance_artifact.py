@@ -45,7 +45,9 @@ class Result:
       emitted: tokens of all requests, without end tokens; rounds likewise, with the first of each request,
         which only continues the prompt.
       tau: tokens per round with room for k drafts, 1 + sum(survival). A round in which the drafter had
-        nothing to propose counts: it takes its time all the same.
+        nothing to propose counts.
+      drafting: of the rounds with room for drafts, the share in which there were any; others are decode
+        steps.
       alpha: accepted / evaluated drafts; evaluated are the accepted ones and the one rejected. Drafts behind
         an end token, a stop string or the limit are not counted.
       alpha_overlap: mean of sum(min(p, q)) at the evaluated positions, by teacher forcing; agrees with alpha
@@ -79,6 +81,7 @@ class Result:
     source: Literal["measured", "derived", "published"] = "measured"
     tau_interval: Interval | None = None
     disagreement: float | None = None
+    drafting: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,6 +154,11 @@ def _interpolated(timed: Mapping[int, Loop]) -> Iterator[tuple[int, Loop]]:
         yield k, Loop(ms, spread)
 
 
+def plain_of(timed: Mapping[Option, Loop]) -> Option | None:
+    """Plain decoding where it is fastest; None if it was not timed."""
+    return min((o for o in timed if not o.k), key=lambda o: timed[o].ms, default=None)
+
+
 class Forecast:
     """How long the requests of some tasks take, by what their drafts' acceptance was found to be.
 
@@ -210,6 +215,24 @@ class Forecast:
         if key not in self._rounds:
             self._rounds[key] = requests.rounds(self.traffic.tokens)
         return times_of(requests, self._rounds[key], round_ms)
+
+    def loop(self, option: Option, timed: Mapping[Option, Loop]) -> Loop:
+        """The mean round: where no row of a batch has drafts, it is one of plain decoding."""
+        loop, plain = timed[option], plain_of(timed)
+        passing = 1 - self._drafting(option)
+        if plain is None or not passing:
+            return loop
+        share = passing**self.traffic.batch
+        return Loop(
+            share * timed[plain].ms + (1 - share) * loop.ms,
+            share * timed[plain].spread + (1 - share) * loop.spread,
+        )
+
+    def _drafting(self, option: Option) -> float:
+        """The share of rounds with drafts, over all tasks."""
+        found = [self._result(option, task) for task in self.tasks] if option.k else []
+        known = [result.drafting for result in found if result]
+        return float(np.mean(known)) if known else 1.0
 
     def acceptance_spread(self, option: Option) -> float:
         """How uncertain tau is: half its 95% interval, relative, over all tasks."""

@@ -24,6 +24,7 @@ from pipeline.candidates import (
     Objective,
     Option,
     loops,
+    plain_of,
     times_of,
     value,
 )
@@ -113,26 +114,27 @@ def judged(forecast: Forecast, timed: Mapping[Option, Loop]) -> list[Judged]:
     Raises:
       UserError: plain decoding was not profiled.
     """
-    plain = min((o for o in timed if not o.k), key=lambda o: timed[o].ms, default=None)
+    plain = plain_of(timed)
     if plain is None:
         raise UserError(
             f"profile.json has no round of plain decoding (k = 0) at batch {forecast.traffic.batch}: "
             "run python -m pipeline.profile with that batch"
         )
+    options = [plain, *(option for option in timed if option.k)]
+    means = {option: forecast.loop(option, timed) for option in options}
     return [
         Judged(
             option=option,
-            loop=timed[option],
+            loop=loop,
             predicted=times,
             uncertainty=float(
                 np.hypot(
-                    np.hypot(timed[option].spread, timed[plain].spread),
-                    forecast.acceptance_spread(option),
+                    np.hypot(loop.spread, timed[plain].spread), forecast.acceptance_spread(option)
                 )
             ),
         )
-        for option in (plain, *(o for o in timed if o.k))
-        if (times := forecast.times(option, timed[option].ms)) is not None
+        for option, loop in means.items()
+        if (times := forecast.times(option, loop.ms)) is not None
     ]
 
 

@@ -53,7 +53,8 @@ def figure_1(plan: Plan, profile: Profile, acceptance: Acceptance) -> Figure | N
     options = _options(best, timed)
     figure, ((times, rates, rounds),) = figures.panels(1, 3, width=2.1 * figures.WIDTH_INCHES)
     for index, task in enumerate(forecast.tasks):
-        curve = _curve(forecast.of_task(task), options, {o: timed[o].ms for o in options})
+        alone = forecast.of_task(task)
+        curve = _curve(alone, options, {o: alone.loop(o, timed).ms for o in options})
         if curve is None:
             continue
         times.plot(curve.ks, curve.means, label=task, **figures.series(index))
@@ -62,7 +63,7 @@ def figure_1(plan: Plan, profile: Profile, acceptance: Acceptance) -> Figure | N
         rates.plot(curve.ks, curve.accepted, label=task, **figures.series(index))
     rounds.plot(
         [option.k for option in options],
-        [timed[option].ms for option in options],
+        [forecast.loop(option, timed).ms for option in options],
         **figures.series(len(forecast.tasks)),
     )
     times.set(xlabel="K", ylabel=f"ms per {traffic.tokens} tokens", title="time, mean and sd")

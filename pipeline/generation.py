@@ -157,6 +157,7 @@ class Measurement:
             requests=len(generated),
             rounds=int(counts.rounds.sum()),
             emitted=sum(one.answer.emitted for one in generated),
+            drafting=float(counts.drafting.sum()) / max(1, counts.roomy.sum()),
             tau=float(by_position.tau),
             tau_interval=statistics.tau_interval(counts, times),
             alpha=alpha.value,

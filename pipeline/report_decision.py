@@ -210,7 +210,8 @@ def _expected(evidence: Evidence, one: Candidate, task: str) -> Arms | None:
     option = _option(one)
     if option not in timed:
         return None
-    expected = Forecast(acceptance.results, traffic).times(option, timed[option].ms)
+    forecast = Forecast(acceptance.results, traffic)
+    expected = forecast.times(option, forecast.loop(option, timed).ms)
     if expected is None:
         return None
     plain, source = plan.baseline_ms_per_token, "measured" if one.measured else "predicted"

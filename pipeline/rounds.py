@@ -142,6 +142,8 @@ class Counts(NamedTuple):
     overlap: np.ndarray  # f64[J], sum over evaluated drafts
     noise: np.ndarray  # f64[J], variance of `accepted` given the overlaps
     rounds: np.ndarray  # i64[J]
+    roomy: np.ndarray  # i64[J], rounds with room for drafts
+    drafting: np.ndarray  # i64[J], those in which there were any
 
 
 def count(played: Sequence[Sequence[Round]], outlooks: Sequence[Outlook], k: int) -> Counts:
@@ -152,7 +154,7 @@ def count(played: Sequence[Sequence[Round]], outlooks: Sequence[Outlook], k: int
 
 def _count(rounds: Sequence[Round], outlook: Outlook, k: int) -> tuple:
     table = np.array(rounds, int).reshape(-1, 3)
-    room, accepted = table[:, :1], table[:, 2:]
+    room, drafted, accepted = np.hsplit(table, 3)
     ordinals = np.arange(1, k + 1)[None]
     overlaps = _evaluated_overlaps(rounds, outlook)
     return (
@@ -163,6 +165,8 @@ def _count(rounds: Sequence[Round], outlook: Outlook, k: int) -> tuple:
         float(overlaps.sum()),
         float((overlaps * (1 - overlaps)).sum()),
         len(rounds),
+        int((room > 0).sum()),
+        int((drafted > 0).sum()),
     )
 
 

@@ -4,7 +4,7 @@ Axes: B batch, K drafts per round, T tokens scored, V vocabulary, V' draft vocab
 room for. The round is rotated: a state carries the target's scores of the last block, and a round
   1. judges that block, commits what stands, and drafts K tokens behind it (the turn),
   2. broadcasts the turn, a few integers per row, if one chip took it for all,
-  3. scores the K + 1 new positions with the target.
+  3. scores the K + 1 new positions with the target, or the first alone if a lookup has found nothing.
 So everything that is not the target's forward pass is one piece, which a single chip can do while the
 others wait, and K = 0 is plain decoding: the same round with an empty block.
 
@@ -165,6 +165,11 @@ class Engine:
         return self.k + kv_cache.SMALLEST_WRITE
 
     @property
+    def may_pass(self) -> bool:
+        """Whether there are rounds without drafts, which are worth less work."""
+        return self.k > 0 and self.drafter is not None and self.drafter.may_pass
+
+    @property
     def proposed_vocab(self) -> int:
         """V', columns of the drafter's distributions; ids beyond the tokenizer are never proposed."""
         assert self.drafter is not None
@@ -189,6 +194,30 @@ def _drafter_probs(engine: Engine, params: Any, private: Private) -> Array:
     assert engine.drafter is not None
     ids = engine.drafter.vocabulary(params)
     return private.probs if ids is None else expand(private.probs, ids, engine.num_tokens)
+
+
+def _verdict(
+    engine: Engine, params: Any, requests: Requests, scored: Scored, private: Private
+) -> Verdict:
+    """On the block, or on the first position alone if no row has drafts: on no more than was scored."""
+
+    def block(scored: Scored) -> Verdict:
+        return _judge(engine, params, requests, scored, private)
+
+    def step(scored: Scored) -> Verdict:
+        first = dataclasses.replace(
+            scored, drafts=scored.drafts[:, :0], scores=scored.scores[:, :, :1]
+        )
+        return _judge(dataclasses.replace(engine, k=0), params, requests, first, private)
+
+    if not engine.may_pass:
+        return block(scored)
+    return jax.lax.cond(_any_drafts(scored.num_drafted, scored.progress.done), block, step, scored)
+
+
+def _any_drafts(num_drafted: Array, done: Array) -> Array:
+    """bool[]: whether a row that is not done has drafts."""
+    return jnp.any((num_drafted > 0) & ~done)
 
 
 def _judge(
@@ -311,7 +340,7 @@ def take_turn(
     engine: Engine, params: Any, requests: Requests, scored: Scored, private: Private
 ) -> tuple[Turn, Private]:
     """Judges the scored block and drafts the next one; `params` are the drafter's."""
-    verdict = _judge(engine, params, requests, scored, private)
+    verdict = _verdict(engine, params, requests, scored, private)
     turn = _committed(engine, requests, scored, verdict)
     if private.history is not None:
         seen = penalising.observe(private.history, turn.block, turn.count)
@@ -361,6 +390,38 @@ def score(engine: Engine, weights: Weights, tokens: Array, cache: KVCache) -> tu
     return everywhere(engine, model.logits(x)), cache
 
 
+def _score_turn(
+    engine: Engine, weights: Weights, turn: Turn, progress: Progress, before: tuple[Array, KVCache]
+) -> tuple[Array, KVCache]:
+    """f32[V, B, K + 1] behind the last token and each draft; where no row has drafts, a decode step.
+
+    `before` are scores, whose values do not matter, and the cache. What a decode step leaves unscored is
+    zeros, which no verdict reads.
+    """
+    last = jnp.take_along_axis(turn.block, jnp.maximum(turn.count - 1, 0)[:, None], axis=1)
+
+    def block(before: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+        return score(engine, weights, jnp.concatenate((last, turn.drafts), axis=1), before[1])
+
+    def step(before: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+        scores, cache = score(engine, weights, last, before[1])
+        return jnp.pad(scores, ((0, 0), (0, 0), (0, engine.k))), cache
+
+    if not engine.may_pass:
+        return block(before)
+    drafts = _any_drafts(turn.num_drafted, progress.done)
+    return _once(~drafts, step, _once(drafts, block, before))
+
+
+def _once(wanted: Array, change: Callable[[Any], Any], state: Any) -> Any:
+    """`change(state)` if wanted bool[], else the state. XLA copies what a conditional changes."""
+    return jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (jnp.zeros_like(carry[0]), change(carry[1])),
+        (wanted, state),
+    )[1]
+
+
 def everywhere(engine: Engine, x: Array) -> Array:
     """x, whole on every chip."""
     if engine.placement is None:
@@ -389,12 +450,10 @@ def play_round(engine: Engine, weights: Weights, requests: Requests, state: Stat
     with jax.named_scope("turn"):
         turn, private = turn_of(engine, weights, requests, state)
     progress = _advance(engine, requests, state.progress, state.scored.num_drafted, turn)
-    last = jnp.take_along_axis(turn.block, jnp.maximum(turn.count - 1, 0)[:, None], axis=1)
-    tokens = jnp.concatenate((last, turn.drafts), axis=1)
     # All committed tokens but the last are in the cache; what lies behind them is rolled back.
     cache = state.target.with_length(progress.length - 1)
     with jax.named_scope("score"):
-        scores, cache = score(engine, weights, tokens, cache)
+        scores, cache = _score_turn(engine, weights, turn, progress, (state.scored.scores, cache))
     scored = Scored(
         progress=progress, drafts=turn.drafts, num_drafted=turn.num_drafted, scores=scores
     )

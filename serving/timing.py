@@ -19,7 +19,7 @@ from jax import Array
 from drafters import kv_cache
 from drafters.autoregressive import AutoregressiveState
 from drafters.kv_cache import KVCache
-from drafters.ngram import NgramState
+from drafters.ngram import Ngram, NgramState
 from serving import prefill, speculation
 from serving.leader import alone
 from serving.passes import Part, Seated, repeated, zeros
@@ -111,19 +111,26 @@ def scoring(pair: Served, setting: Setting, tokens: int) -> Part:
 def proposing(pair: Served, setting: Setting) -> Part:
     """Drafting K tokens per row behind the same text, where the pair drafts."""
     engine = pair.engine
-    requests, state = started(pair, setting, setting.holding(engine.slack))
+    requests, state = started(engine, setting, setting.holding(engine.slack))
     shared = (pair.weights.drafter, requests, state.progress.length)
     return repeated(functools.partial(_propose_again, engine), shared, state.private)
 
 
 def playing(pair: Served, setting: Setting) -> Part:
-    """Whole rounds, as many in one call as the capacity has room for."""
-    engine = pair.engine
+    """Whole rounds, each with drafts, as many in one call as the capacity has room for."""
+    engine = _never_passing(pair.engine)
     capacity = setting.holding(engine.slack)
     most = (capacity - setting.context - engine.slack) // (engine.k + 1)
-    requests, state = started(pair, setting, capacity)
+    requests, state = started(engine, setting, capacity)
     work = functools.partial(_play_again, engine)
     return repeated(work, (pair.weights, requests), state, most)
+
+
+def _never_passing(engine: Engine) -> Engine:
+    """With a lookup that always finds something: a round in which it does not is a decode step."""
+    if not isinstance(engine.drafter, Ngram):
+        return engine
+    return dataclasses.replace(engine, drafter=dataclasses.replace(engine.drafter, shortest=0))
 
 
 def _propose_again(
@@ -183,9 +190,9 @@ def _rewound(played: State, before: State) -> State:
 # --------------------------------------------------------------------------------------------------
 
 
-def started(pair: Served, setting: Setting, capacity: int) -> tuple[Requests, State]:
+def started(engine: Engine, setting: Setting, capacity: int) -> tuple[Requests, State]:
     """Rows of text that never end. No model takes the text in: its values change no time."""
-    engine, params = pair.engine, setting.params
+    params = setting.params
     requests = Requests(
         warp=make_warp([params] * setting.batch, engine.num_tokens),
         penalties=None,

@@ -107,9 +107,12 @@ def expand(p: Array, ids: Array, num_tokens: int) -> Array:
 
 
 def draw_noise(keys: Array, num_drafts: int) -> Noise:
-    """The noise of one verdict on up to num_drafts (K) drafts, for keys Key[B]."""
-    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (num_drafts + 2,)))(keys)
-    return Noise(coins=uniforms[:, :num_drafts], next=uniforms[:, num_drafts:])
+    """The noise of one verdict on up to num_drafts (K) drafts, for keys Key[B].
+
+    That of fewer drafts is the beginning of that of more: what might have been drafted changes nothing.
+    """
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2 + num_drafts,)))(keys)
+    return Noise(coins=uniforms[:, 2:], next=uniforms[:, :2])
 
 
 def token_verdict(

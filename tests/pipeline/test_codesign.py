@@ -291,6 +291,18 @@ def test_round_times_between_measured_k_and_nearest_contexts():
     assert loops(timed, 2, 300) == {}
 
 
+def test_a_round_without_drafts_costs_a_step():
+    timed = loops([PLAIN, round_of("ngram", 4, 2 * PLAIN_MS)], 1, 300)
+    option = Option("ngram", 4, "token", "sharded", 16)
+    seldom = [result("ngram", 0.5, drafting=0.25)]
+    assert Forecast(seldom, Traffic()).loop(option, timed).ms == pytest.approx(1.25 * PLAIN_MS)
+    # Of several rows one with drafts is enough.
+    pairs = Forecast(seldom, Traffic(batch=2))
+    assert pairs.loop(option, timed).ms == pytest.approx((2 - 0.75**2) * PLAIN_MS)
+    always = Forecast([result("ngram", 0.5)], Traffic())
+    assert always.loop(option, timed) == timed[option]
+
+
 def test_chip_bytes_are_those_of_whole_models_where_one_chip_holds_all():
     shape = TransformerShape(
         vocab_size=320,

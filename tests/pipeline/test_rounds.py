@@ -194,7 +194,7 @@ def test_disagreement_is_a_standard_normal_unless_something_is_wrong():
         noise = (overlaps * (1 - overlaps)).sum(axis=1)
         many = np.full(400, 50)
         return statistics.disagreement(
-            Counts(empty, empty, many, accepted, overlaps.sum(axis=1), noise, many)
+            Counts(empty, empty, many, accepted, overlaps.sum(axis=1), noise, many, many, many)
         )
 
     assert abs(judged(overlaps)) < 3.9

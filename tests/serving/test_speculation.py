@@ -220,6 +220,38 @@ def test_caches_hold_the_committed_tokens_after_every_round(mode):
 
 
 # --------------------------------------------------------------------------------------------------
+# Rounds without drafts
+# --------------------------------------------------------------------------------------------------
+
+
+def rarely(served, tokens):
+    """The pair, whose lookup finds nothing in texts without so many tokens that return."""
+    drafter = dataclasses.replace(served.engine.drafter, shortest=tokens, longest=tokens)
+    return dataclasses.replace(served, engine=dataclasses.replace(served.engine, drafter=drafter))
+
+
+def test_a_round_without_drafts_is_a_decode_step():
+    counts_on = Weights(counting_params(), None)
+    served = rarely(dataclasses.replace(pair("ngram", 5), weights=counts_on), 4)
+    prompts = [(0, 1, 2, 3, 0, 1, 2, 3, 0), (0, 1, 2, 3, 4, 5, 6, 7, 8)]
+    for rows, drafted, scored in ((prompts, [5, 0], 6), (prompts[1:], [0], 1)):
+        requests, state = start(served, rows, [GREEDY] * len(rows))
+        state = speculation.run_rounds(served.engine, served.weights, requests, state, jnp.int32(1))
+        assert state.scored.num_drafted.tolist() == drafted
+        assert np.any(state.scored.scores, axis=(0, 1)).tolist() == [True] * scored + [False] * (
+            6 - scored
+        )
+
+
+def test_where_nothing_is_looked_up_tokens_are_those_of_plain_decoding():
+    """Not their law alone: the same draws, whatever was or was not scored beside them."""
+    prompts = ask_all(PROMPTS, MIXED)
+    answers = serve(rarely(pair("ngram", 5), 12), prompts)
+    assert tokens_of(answers) == tokens_of(serve(pair(), prompts))
+    assert not any(answer.drafted for answer in answers)
+
+
+# --------------------------------------------------------------------------------------------------
 # Ends
 # --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from drafters.shapes import TransformerShape
 from drafters.sharding import Placement
 from pipeline import hlo
 from pipeline.work import chip_shape
-from serving import timing
+from serving import speculation, timing
 from serving.passes import Seated
 from serving.plan import Choice
 from serving.untrained import random_pair, seated
@@ -47,11 +47,23 @@ def test_every_call_plays_the_same_rounds_in_one_program(drafter):
     assert np.asarray(part.run(part.most))[0] <= 128 - pair.engine.slack
 
 
+def test_rounds_of_a_lookup_are_timed_with_drafts():
+    pair = random_pair(HOST_1, SHAPE, None, Choice(drafter="d", k=2))
+    assert pair.engine.may_pass
+    played, play = [], speculation.play_round
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            speculation, "play_round", lambda engine, *rest: played.append(engine) or play(engine, *rest)
+        )
+        timing.playing(pair, SETTING).lower()
+    assert [engine.may_pass for engine in played] == [False]
+
+
 def test_nothing_is_compiled_for_the_rows_to_begin_with():
     pair = random_pair(HOST_16, SHAPE, SMALL, Choice(drafter="d", k=2, chips_per_copy=4))
     with jax.log_compiles(False), pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", lambda self: pytest.fail("compiled"))
-        _, state = timing.started(pair, SETTING, 128)
+        _, state = timing.started(pair.engine, SETTING, 128)
     assert state.progress.length[0] == state.target.length[0] == 20
     assert state.private.drafter.committed[0] == 20
     assert state.private.drafter.cache.k[0].sharding.spec[1] == "y"

@@ -490,3 +490,11 @@ def test_noise_keyed_by_absolute_position_biases_the_block_rule(rule, fresh, exp
     shares = [count[1] / count.sum() for count in counts]
     assert shares == pytest.approx(expected, abs=0.006)  # 5.7 standard errors
     assert (pvalues > SIZE).tolist() == [share == 2 / 3 for share in expected]
+
+
+def test_the_noise_of_fewer_drafts_is_the_beginning_of_that_of_more():
+    keys = jax.random.split(jax.random.key(3), 4)
+    none, some, many = (verification.draw_noise(keys, count) for count in (0, 3, 9))
+    for fewer in (none, some):
+        np.testing.assert_array_equal(fewer.next, many.next)
+    np.testing.assert_array_equal(some.coins, many.coins[:, :3])
