@@ -67,7 +67,10 @@ def _needed_bytes(plan: Plan) -> int:
     def weights(shape: TransformerShape, chips: int) -> int:
         return held_bytes(shape, chips, 0, 0, topology.serving_dtype)
 
-    chips, copies = topology.num_chips, 1 if topology.num_chips == 1 else 2  # one without collectives
+    chips, copies = (
+        topology.num_chips,
+        1 if topology.num_chips == 1 else 2,
+    )  # one without collectives
     models = [model for model in (*plan.models, plan.shallow) if model]
     fewest = min(seat.chips for seat in plan.seats)
     held = copies * sum(weights(model.shape, chips) for model in models)

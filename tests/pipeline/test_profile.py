@@ -99,7 +99,11 @@ def profile(made):
 @pytest.mark.slow
 def test_an_interrupted_run_keeps_its_cells(made):
     folder, measured = made
-    assert measured == [5, 0, 4]  # the first cells at one go, the interruption, then the others alone
+    assert measured == [
+        5,
+        0,
+        4,
+    ]  # the first cells at one go, the interruption, then the others alone
     assert not list(folder.glob("profile_cells*"))
 
 

@@ -53,7 +53,9 @@ def test_rounds_of_a_lookup_are_timed_with_drafts():
     played, play = [], speculation.play_round
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            speculation, "play_round", lambda engine, *rest: played.append(engine) or play(engine, *rest)
+            speculation,
+            "play_round",
+            lambda engine, *rest: played.append(engine) or play(engine, *rest),
         )
         timing.playing(pair, SETTING).lower()
     assert [engine.may_pass for engine in played] == [False]
