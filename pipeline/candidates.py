@@ -207,14 +207,22 @@ class Forecast:
             self._requests[key] = Requests.mixed(known) if complete else None
         return self._requests[key]
 
-    def times(self, option: Option, round_ms: float) -> Times | None:
-        """Of decoding with rounds that take `round_ms`; None where acceptance is not known."""
+    def times(self, option: Option, round_ms: float, longest_ms: float = 0.0) -> Times | None:
+        """Of decoding with rounds that take `round_ms`; None where acceptance is not known.
+
+        Args:
+          option: how.
+          round_ms: of the mean round.
+          longest_ms: of one with drafts, where others take less: what the rarer gaps between tokens are.
+        """
         requests, key = self.requests(option), (option.drafter, option.rule, option.k)
         if requests is None:
             return None
         if key not in self._rounds:
             self._rounds[key] = requests.rounds(self.traffic.tokens)
-        return times_of(requests, self._rounds[key], round_ms)
+        times = times_of(requests, self._rounds[key], round_ms)
+        gap_ms = gap_quantile_ms(requests, max(round_ms, longest_ms), 0.99)
+        return dataclasses.replace(times, p99_gap_ms=gap_ms)
 
     def loop(self, option: Option, timed: Mapping[Option, Loop]) -> Loop:
         """The mean round: where no row of a batch has drafts, it is one of plain decoding."""
@@ -229,10 +237,13 @@ class Forecast:
         )
 
     def _drafting(self, option: Option) -> float:
-        """The share of rounds with drafts, over all tasks."""
+        """The share of rounds with drafts over all tasks, which have as many tokens each: tokens / tau rounds."""
         found = [self._result(option, task) for task in self.tasks] if option.k else []
-        known = [result.drafting for result in found if result]
-        return float(np.mean(known)) if known else 1.0
+        known = [result for result in found if result]
+        if not known:
+            return 1.0
+        rounds = [1 / (1 + sum(result.survival[: option.k])) for result in known]
+        return float(np.average([result.drafting for result in known], weights=rounds))
 
     def acceptance_spread(self, option: Option) -> float:
         """How uncertain tau is: half its 95% interval, relative, over all tasks."""

@@ -134,7 +134,7 @@ def judged(forecast: Forecast, timed: Mapping[Option, Loop]) -> list[Judged]:
             ),
         )
         for option, loop in means.items()
-        if (times := forecast.times(option, loop.ms)) is not None
+        if (times := forecast.times(option, loop.ms, timed[option].ms)) is not None
     ]
 
 

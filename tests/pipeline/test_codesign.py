@@ -303,6 +303,26 @@ def test_a_round_without_drafts_costs_a_step():
     assert always.loop(option, timed) == timed[option]
 
 
+def test_tasks_without_drafts_have_more_rounds():
+    """The mean over tasks is that of the tasks; the 99th percentile of gaps is a round with drafts."""
+    timed = loops([PLAIN, round_of("ngram", 4, 2 * PLAIN_MS)], 1, 300)
+    option = Option("ngram", 4, "token", "sharded", 16)
+    both = [
+        result("ngram", 0.95, task="copies", drafting=1.0),
+        result("ngram", 0.05, task="prose", drafting=0.08),
+    ]
+    means = []
+    for results in (both, both[:1], both[1:]):
+        one = next(
+            j
+            for j in decision.judged(Forecast(results, Traffic(tokens=1000)), timed)
+            if j.option == option
+        )
+        assert one.predicted.p99_gap_ms == 2 * PLAIN_MS
+        means.append(one.predicted.ms_per_token)
+    assert means[0] == pytest.approx(np.mean(means[1:]), rel=0.01)
+
+
 def test_chip_bytes_are_those_of_whole_models_where_one_chip_holds_all():
     shape = TransformerShape(
         vocab_size=320,
