@@ -237,7 +237,7 @@ class Forecast:
         )
 
     def _drafting(self, option: Option) -> float:
-        """The share of rounds with drafts over all tasks, which have as many tokens each: tokens / tau rounds."""
+        """The share of rounds with drafts over all tasks: each has as many tokens, in tokens / tau rounds."""
         found = [self._result(option, task) for task in self.tasks] if option.k else []
         known = [result for result in found if result]
         if not known:
