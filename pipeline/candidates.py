@@ -220,9 +220,7 @@ class Forecast:
             return None
         if key not in self._rounds:
             self._rounds[key] = requests.rounds(self.traffic.tokens)
-        times = times_of(requests, self._rounds[key], round_ms)
-        gap_ms = gap_quantile_ms(requests, max(round_ms, longest_ms), 0.99)
-        return dataclasses.replace(times, p99_gap_ms=gap_ms)
+        return times_of(requests, self._rounds[key], round_ms, longest_ms)
 
     def loop(self, option: Option, timed: Mapping[Option, Loop]) -> Loop:
         """The mean round: where no row of a batch has drafts, it is one of plain decoding."""
@@ -281,7 +279,9 @@ def _labels(results: Sequence[Result]) -> list[str]:
     return [r.task if len(warps[r.task]) == 1 else shown_warp(r.task, r.warp) for r in results]
 
 
-def times_of(requests: Requests, rounds: np.ndarray, round_ms: float) -> Times:
+def times_of(
+    requests: Requests, rounds: np.ndarray, round_ms: float, longest_ms: float = 0.0
+) -> Times:
     """The time law as an artifact holds it; `rounds` f64[N] is that of the requests."""
     law = TimeLaw(rounds=rounds, round_ms=round_ms)
     return Times(
@@ -289,7 +289,7 @@ def times_of(requests: Requests, rounds: np.ndarray, round_ms: float) -> Times:
         p50_ms=law.quantile_ms(0.5),
         p90_ms=law.quantile_ms(0.9),
         p99_ms=law.quantile_ms(0.99),
-        p99_gap_ms=gap_quantile_ms(requests, round_ms, 0.99),
+        p99_gap_ms=gap_quantile_ms(requests, max(round_ms, longest_ms), 0.99),
     )
 
 

@@ -67,10 +67,8 @@ def _needed_bytes(plan: Plan) -> int:
     def weights(shape: TransformerShape, chips: int) -> int:
         return held_bytes(shape, chips, 0, 0, topology.serving_dtype)
 
-    chips, copies = (
-        topology.num_chips,
-        1 if topology.num_chips == 1 else 2,
-    )  # one without collectives
+    chips = topology.num_chips
+    copies = 1 if chips == 1 else 2  # the second one has its collectives removed
     models = [model for model in (*plan.models, plan.shallow) if model]
     fewest = min(seat.chips for seat in plan.seats)
     held = copies * sum(weights(model.shape, chips) for model in models)
