@@ -238,19 +238,21 @@ def taking_in(
     return _take_in.lower(engine, weights, prefix, chunk, np.int32(0), lengths)
 
 
-def unread(engine: Engine, requests: Requests, batch: int, capacity: int, room: int = 0) -> State:
-    """The state of rows without tokens, to be traced for its shapes; a `room` of 0 is the capacity."""
-    prefix = _nothing(engine, batch, capacity)
-    behind, prefix = prefix.scores, dataclasses.replace(prefix, scores=None)
-    prompts = jnp.zeros((batch, room or capacity), jnp.int32)
-    return _begin(engine, requests, prefix, behind, prompts, prompts[:, 0])
-
-
 def described(
     engine: Engine, requests: Requests, batch: int, capacity: int, room: int = 0
 ) -> State:
-    """ShapeDtypeStructs in the places of the arrays that `start` returns, lying where they lie."""
-    shapes = jax.eval_shape(lambda: unread(engine, requests, batch, capacity, room))
+    """ShapeDtypeStructs in the places of the arrays that `start` returns, lying where they lie.
+
+    A `room` for tokens of 0 is the capacity.
+    """
+
+    def unread() -> State:
+        prefix = _nothing(engine, batch, capacity)
+        behind, prefix = prefix.scores, dataclasses.replace(prefix, scores=None)
+        prompts = jnp.zeros((batch, room or capacity), jnp.int32)
+        return _begin(engine, requests, prefix, behind, prompts, prompts[:, 0])
+
+    shapes = jax.eval_shape(unread)
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,
