@@ -118,6 +118,16 @@ class Placement:
         layers = (one,) * shape.num_layers
         return KVCache(layers, layers, self.sharding())  # pyright: ignore[reportArgumentType]
 
+    def gathered(self, shape: TransformerShape, logits: jax.Array) -> jax.Array:
+        """Logits [V, ...] of `shape`, whole on every chip of the mesh after one gather.
+
+        Told in two steps: left to itself, XLA may gather the head instead, and every chip multiply by all
+        of it.
+        """
+        if self.axes and self.layout(shape).shard_head:
+            logits = jax.lax.with_sharding_constraint(logits, self.sharding(self.axes))
+        return jax.lax.with_sharding_constraint(logits, self.sharding())
+
     def put(self, shape: TransformerShape, params: Params) -> Params:
         """Moves the parameters of `shape` here, as those of `served_shape(shape)`."""
         repeats = self.layout(shape).kv_repeats

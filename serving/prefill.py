@@ -32,6 +32,7 @@ from serving.speculation import (
     State,
     Weights,
     everywhere,
+    gathered,
 )
 
 LARGEST_CHUNK = 512
@@ -125,7 +126,7 @@ def _take_in(
     here = (last >= 0) & (last < tokens.shape[1])
     place = jnp.clip(last, 0, tokens.shape[1] - 1)
     x = jnp.take_along_axis(x, place[None, :, None], axis=2)[:, :, 0]
-    scores = jnp.where(here[None], everywhere(engine, model.logits(x)), prefix.scores)
+    scores = jnp.where(here[None], gathered(engine, model.logits(x)), prefix.scores)
     drafter = _drafter_takes_in(engine, weights, prefix.drafter, tokens, first, lengths)
     return Prefix(target, drafter, scores)
 

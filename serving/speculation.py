@@ -281,8 +281,14 @@ def _choose(engine: Engine, requests: Requests, ids: Array | None, start: Array)
             penalising.restrict(rules, ids), num_tokens=ids.shape[0]
         )
 
+    def whole(logits: Array) -> Array:
+        """One gather, where each sum and maximum of the warp would be an all-reduce."""
+        if engine.drafter_placement is None or engine.leader:
+            return logits
+        return engine.drafter_placement.gathered(engine.drafter.shape, logits)
+
     def choose(history: History | None, step: Array, logits: Array) -> tuple:
-        rows = logits.T[:, None]  # [B, 1, V']
+        rows = whole(logits).T[:, None]  # [B, 1, V']
         if rules is not None:
             nothing = jnp.zeros((rows.shape[0], 0), jnp.int32)
             rows = penalising.penalise(rows, rules, history, nothing)
@@ -387,7 +393,7 @@ def score(engine: Engine, weights: Weights, tokens: Array, cache: KVCache) -> tu
     """The target's logits f32[V, B, T] behind each of tokens i32[B, T], whole on every chip."""
     model = with_params(engine.shape, weights.target)
     x, cache = model.step(tokens, cache)
-    return everywhere(engine, model.logits(x)), cache
+    return gathered(engine, model.logits(x)), cache
 
 
 def _score_turn(
@@ -420,6 +426,11 @@ def _once(wanted: Array, change: Callable[[Any], Any], state: Any) -> Any:
         lambda carry: (jnp.zeros_like(carry[0]), change(carry[1])),
         (wanted, state),
     )[1]
+
+
+def gathered(engine: Engine, logits: Array) -> Array:
+    """The target's logits, whole on every chip."""
+    return engine.placement.gathered(engine.shape, logits) if engine.placement else logits
 
 
 def everywhere(engine: Engine, x: Array) -> Array:

@@ -14,6 +14,7 @@ from pipeline.work import chip_shape
 from serving import speculation, timing
 from serving.passes import Seated
 from serving.plan import Choice
+from serving.sampling import SamplingParams
 from serving.untrained import random_pair, seated
 
 HOST_16 = Topology(name="host_16", platform="cpu", axes=("x", "y"), sizes=(4, 4))
@@ -92,6 +93,24 @@ def test_a_leaders_step_tells_the_others_once():
     part = led.passes(led.params(), batch=1, tokens=1, context=20, capacity=128)
     assert dict(hlo.read(part.lower().compile().as_text()).collectives) == {"all-reduce": 1}
     np.testing.assert_array_equal(part.run(2), part.run(5))
+
+
+@pytest.mark.parametrize(
+    ("chips", "leader", "expected"),
+    [
+        (16, False, {"all-reduce": 5 + 3 * 3, "all-gather": 1 + 3}),
+        (4, False, {"all-reduce": 5 + 3 * 3, "all-gather": 1 + 3}),
+        (0, True, {"all-reduce": 5 + 1, "all-gather": 1}),
+    ],
+    ids=["sharded", "copies", "leader"],
+)
+def test_a_round_has_the_collectives_of_its_passes_and_no_more(chips, leader, expected):
+    """Warps and draws have none, wherever the drafter is: they begin with whole logits."""
+    choice = Choice(drafter="d", k=3, chips_per_copy=chips, leader=leader)
+    pair = random_pair(HOST_16, SHAPE, SMALL, choice)
+    setting = dataclasses.replace(SETTING, params=SamplingParams(temperature=0.8, top_p=0.9))
+    program = timing.playing(pair, setting).lower().compile()
+    assert dict(hlo.read(program.as_text()).collectives) == expected
 
 
 def test_random_weights_lie_where_trained_ones_would():
