@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import jax
 from tqdm import tqdm
 
+from drafters.compilation import keep_programs
 from drafters.mesh import Topology
 from drafters.shapes import Rope, TransformerShape
 from pipeline import (
@@ -357,6 +358,7 @@ def main() -> None:
             "trace": flags.trace,
         },
     )
+    keep_programs()
     configured.stage(config=configured.config_str)
 
 
