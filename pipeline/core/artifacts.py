@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -81,13 +82,18 @@ class Lineage:
         )
 
     def same_work(self, other: Lineage) -> bool:
-        """Whether both were asked for the same thing, of the same things, on the same machine.
+        """Whether both were asked for the same thing, of the same things, on the same machine."""
+        return not self.differences(other)
+
+    def differences(self, other: Lineage) -> list[str]:
+        """The fields that make it other work.
 
         Versions and revision do not count: they are recorded, and a person who wants the work done
         again with newer ones deletes the artifact.
         """
-        ignored = {"versions": {}, "revision": None}
-        return dataclasses.replace(self, **ignored) == dataclasses.replace(other, **ignored)
+        names = [one.name for one in dataclasses.fields(self)]
+        counted = [name for name in names if name not in ("versions", "revision")]
+        return [name for name in counted if getattr(self, name) != getattr(other, name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +151,19 @@ def read(path: epath.PathLike, cls: type[AnyArtifact]) -> AnyArtifact:
 def current(path: epath.PathLike, cls: type[AnyArtifact], wanted: Lineage) -> AnyArtifact | None:
     """The artifact at `path` if it is of `wanted`, so that it need not be made again; else None.
 
-    One that cannot be read is made again too.
+    One that is there and of no use is named on stderr, with what is wrong with it.
     """
     if not epath.Path(path).exists():
         return None
     try:
         found = read(path, cls)
-    except UserError:
+    except UserError as error:
+        sys.stderr.write(f"{error}: doing so\n")
         return None
-    return found if found.lineage.same_work(wanted) else None
+    if differences := found.lineage.differences(wanted):
+        sys.stderr.write(f"{path}: another {', '.join(differences)} than now; made again\n")
+        return None
+    return found
 
 
 def require_match(

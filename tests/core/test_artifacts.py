@@ -196,7 +196,7 @@ def test_the_lineage_of_this_process():
     assert artifacts.from_json(artifacts.to_json(lineage), Lineage) == lineage
 
 
-def test_the_same_work_is_not_done_again(path):
+def test_the_same_work_is_not_done_again(path, capsys):
     assert artifacts.current(path, Profile, LINEAGE) == PROFILE
     newer = replace(LINEAGE, versions={"jax": "9"}, revision="abc")
     assert artifacts.current(path, Profile, newer) == PROFILE
@@ -207,10 +207,15 @@ def test_the_same_work_is_not_done_again(path):
         {"inputs": {"acceptance.json": "i1"}},
         {"machine": "another"},
     ):
+        assert not capsys.readouterr().err
         assert artifacts.current(path, Profile, replace(LINEAGE, **change)) is None
+        said = f"{path}: another {next(iter(change))} than now; made again\n"
+        assert capsys.readouterr().err == said
     path.write_text("{")
     assert artifacts.current(path, Profile, LINEAGE) is None
+    assert "not a JSON file" in capsys.readouterr().err
     assert artifacts.current(path.parent / "none.json", Profile, LINEAGE) is None
+    assert not capsys.readouterr().err
 
 
 def test_this_machine_names_processor_and_cores():
