@@ -369,8 +369,8 @@ def _library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _library_files() -> list[tuple[str, Path]]:
-    """(name, path) of the source files, sorted by name; the name is relative, with slashes."""
+def _library_files(every: int = 1) -> list[tuple[str, Path]]:
+    """(name, path) of every n-th source file, sorted by name; the name is relative, with slashes."""
     root, kept = _library(), []
     for folder, folders, files in os.walk(root):
         # Installed packages and tests are most of what lies there: they are not even listed.
@@ -380,7 +380,7 @@ def _library_files() -> list[tuple[str, Path]]:
         kept += [(path.relative_to(root).as_posix(), path) for path in paths]
     if not kept:
         raise UserError(f"no source files of the standard library in {root}; use another corpus")
-    return sorted(kept)
+    return sorted(kept)[::every]
 
 
 def _is_kept(name: str, at_top: bool) -> bool:
@@ -400,40 +400,63 @@ def _read_source(path: Path) -> str:
         raise UserError(f"{path}: not a readable source file ({error}); reinstall Python") from None
 
 
-def _hash_library(*more: Path) -> str:
-    files = _library_files() + [(path.name, path) for path in more]
+def _hash_library(every: int, *more: Path) -> str:
+    files = _library_files(every) + [(path.name, path) for path in more]
     return _hash(*(part for name, path in files for part in (name, path.read_bytes())))
+
+
+def _require_positive(corpus: PythonCode | PythonProse) -> None:
+    if corpus.every < 1:
+        raise ValueError(f"{type(corpus).__name__}.every = {corpus.every} must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonCode:
-    """The source files of the standard library, one document each (about 10 MB)."""
+    """The source files of the standard library, one document each (about 10 MB).
+
+    Attributes:
+      name: of the corpus.
+      every: only every n-th file is read, for a first look.
+    """
 
     name: str = "python_code"
+    every: int = 1
+
+    def __post_init__(self):
+        _require_positive(self)
 
     def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
-        for name, path in _library_files():
+        for name, path in _library_files(self.every):
             text = _read_source(path)
             if text.strip():
                 yield Document(id=name, segments=(Segment(text),))
 
     def content_hash(self) -> str:
         """See `Corpus`."""
-        return _hash("code 1", _hash_library())
+        return _hash("code 1", _hash_library(self.every))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonProse:
-    """The topics of Python's language reference, and for each source file its docstrings (about 3 MB)."""
+    """The topics of Python's language reference, and for each source file its docstrings (about 3 MB).
+
+    Attributes:
+      name: of the corpus.
+      every: the docstrings of only every n-th file are read, for a first look.
+    """
 
     name: str = "python_prose"
+    every: int = 1
+
+    def __post_init__(self):
+        _require_positive(self)
 
     def documents(self, wanted: Wanted = everything) -> Iterator[Document]:
         """See `Corpus`."""
         for topic, text in sorted(_topics().items()):
             yield Document(id=f"topic:{topic}", segments=(Segment(text),))
-        for name, path in _library_files():
+        for name, path in _library_files(self.every):
             source = _read_source(path)
             text = "\n\n".join(docstrings(source)) if wanted(source) else ""
             if text:
@@ -441,7 +464,7 @@ class PythonProse:
 
     def content_hash(self) -> str:
         """See `Corpus`."""
-        return _hash("prose 1", _hash_library(_topics_file()))
+        return _hash("prose 1", _hash_library(self.every, _topics_file()))
 
 
 def _topics_file() -> Path:

@@ -21,10 +21,11 @@ import jax
 import numpy as np
 
 from drafters.checkpoints import States
+from drafters.compilation import compile_together
 from drafters.transformer import Params
 from pipeline import watching
 from pipeline.training_settings import Batch, Checkpoints, Watch
-from pipeline.training_step import Job, StepMetrics, TrainState
+from pipeline.training_step import Evaluator, Job, StepMetrics, TrainState
 
 HostBatch = Mapping[str, np.ndarray]
 
@@ -149,7 +150,7 @@ class Loop:
         self.in_step = teacher if job.learns_in_step else None
         self.guard = watching.Guard(job.spec.name, watch.spike)
         self.meter = watching.Meter(job.spec.batch.tokens, job.flops_per_step(), peak)
-        self.evaluate = job.evaluator()
+        self.evaluate = Evaluator(job)
         self.held_out = {
             corpus: [job.put(batch) for batch in batches]
             for corpus, batches in feed.held_out(
@@ -217,7 +218,7 @@ class Loop:
                     batch, first_ids = source.next()
                 flags = self.job.put_flag(self.requested.is_set())
                 if compiled is None:
-                    compiled = self.job.compile(state, batch, flags, self.in_step)
+                    compiled = self._compiled(state, batch, flags)
                     started(compiled)
                     self.meter.restart()
                 state, metrics = compiled(state, batch, flags, self.in_step)
@@ -242,6 +243,15 @@ class Loop:
             source.close()
         seconds = before + time.monotonic() - begun
         return Ended(state, step, seconds, tokens, held_out, stopped=step < spec.steps)
+
+    def _compiled(
+        self, state: TrainState, batch: Mapping[str, jax.Array], flags: jax.Array
+    ) -> jax.stages.Compiled:
+        """The step; what evaluations run is compiled beside it."""
+        programs = [self.job.lower(state, batch, flags, self.in_step)]
+        for held_out in itertools.islice(itertools.chain(*self.held_out.values()), 1):
+            programs.append(self.evaluate.lower(state.params, held_out, self.teacher))
+        return compile_together(programs)[0]
 
     def _look(
         self, step: int, metrics: StepMetrics, first_ids: list[int], journal: watching.Journal

@@ -249,18 +249,18 @@ class Job:
 
     # ------------------------------------------------------------------------------- stepping
 
-    def compile(
+    def lower(
         self, state: TrainState, batch: Batch, stop: jax.Array, teacher: Params | None
-    ) -> jax.stages.Compiled:
+    ) -> jax.stages.Lowered:
         """The step `(state, batch, stop, teacher) -> (state, StepMetrics)` for arrays like these.
 
-        The state is donated. Being compiled ahead, it cannot compile again: another shape is an error.
+        The state is donated. Compiled ahead, it cannot compile again: another shape is an error.
         """
         replicated = self.placement.sharding()
         step = jax.jit(
             self.step, donate_argnums=0, out_shardings=(self.state_shardings(), replicated)
         )
-        return step.lower(state, batch, stop, teacher).compile()
+        return step.lower(state, batch, stop, teacher)
 
     def step(
         self, state: TrainState, batch: Batch, stop: jax.Array, teacher: Params | None
@@ -315,9 +315,9 @@ class Job:
         self, params: Params, batch: Batch, teacher: Params | None
     ) -> tuple[jax.Array, Metrics]:
         logits = _logits(self.spec.shape, self.spec.execution, params, batch)
-        return self._compare(self.spec.objective, logits, batch, self._taught(batch, teacher))
+        return self._compare(self.spec.objective, logits, batch, self.taught(batch, teacher))
 
-    def _taught(self, batch: Batch, teacher: Params | None) -> jax.Array | TopK | None:
+    def taught(self, batch: Batch, teacher: Params | None) -> jax.Array | TopK | None:
         """What the target says about a batch."""
         if "teacher_ids" in batch:
             first = functools.partial(jnp.moveaxis, source=-1, destination=0)
@@ -359,15 +359,10 @@ class Job:
         jitted = jax.jit(top, out_shardings=self.batch_sharding())
         return lambda batch: jitted(teacher.logits(params, batch))
 
-    def evaluator(self) -> Callable[[Params, Batch, Params | None], Metrics]:
-        """Metrics on held-out rows, against the target's own logits where there is one."""
-
-        def measure(params: Params, batch: Batch, taught: jax.Array | TopK | None) -> Metrics:
-            logits = _logits(self.spec.shape, self.spec.execution, params, batch)
-            return self._compare(_MEASURE, logits, batch, taught)[1]
-
-        jitted = jax.jit(measure, out_shardings=self.placement.sharding())
-        return lambda params, batch, teacher: jitted(params, batch, self._taught(batch, teacher))
+    def measure(self, params: Params, batch: Batch, taught: jax.Array | TopK | None) -> Metrics:
+        """Metrics on rows, against what the target says about them."""
+        logits = _logits(self.spec.shape, self.spec.execution, params, batch)
+        return self._compare(_MEASURE, logits, batch, taught)[1]
 
     def sampler(self, new_tokens: int) -> Callable[..., jax.Array]:
         """Continues rows i32[B, T] that hold `length` i32[B] tokens each, without a cache: for a look."""
@@ -461,3 +456,19 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
     )
+
+
+class Evaluator:
+    """A job's metrics on held-out rows, against the target's own logits where there is one."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._program = jax.jit(job.measure, out_shardings=job.placement.sharding())
+
+    def __call__(self, params: Params, batch: Batch, teacher: Params | None) -> Metrics:
+        """Of one batch."""
+        return self._program(params, batch, self._job.taught(batch, teacher))
+
+    def lower(self, params: Params, batch: Batch, teacher: Params | None) -> jax.stages.Lowered:
+        """The program that a call of arrays like these runs."""
+        return self._program.lower(params, batch, self._job.taught(batch, teacher))

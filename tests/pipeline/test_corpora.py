@@ -181,6 +181,18 @@ def test_embedded_corpora_notice_a_changed_library(library):
         list(PythonCode().documents())
 
 
+def test_a_first_look_reads_every_nth_file_of_the_library():
+    all_of_it, some = PythonCode(), PythonCode(every=40)
+    names = [document.id for document in some.documents()]
+    everything = [document.id for document in all_of_it.documents()]
+    assert set(names) < set(everything)
+    assert len(names) == pytest.approx(len(everything) / 40, abs=2)
+    assert some.content_hash() != all_of_it.content_hash()
+    assert PythonProse(every=40).content_hash() != PythonProse().content_hash()
+    with pytest.raises(ValueError, match=r"PythonProse.every = 0 must be positive"):
+        PythonProse(every=0)
+
+
 def test_this_interpreter_has_both():
     assert Path(sysconfig.get_path("stdlib")) == corpora._library()
     assert sum(len(d.content) for d in PythonCode().documents()) > 5e6

@@ -16,6 +16,7 @@ from pipeline.core.errors import UserError
 from pipeline.objectives import Objective
 from pipeline.training_settings import Batch, Execution, ModelSpec, Optimizer, Schedule
 from pipeline.training_step import (
+    Evaluator,
     Job,
     Teacher,
     compiled_bytes,
@@ -55,7 +56,7 @@ def train(job: Job, steps: int = 3, teacher=None):
     """Parameters after some steps, and the metrics of the last."""
     state = job.initial_state()
     stop = jax.device_put(np.zeros(job.shards, bool), job.batch_sharding())
-    compiled = job.compile(state, put(job), stop, teacher)
+    compiled = job.lower(state, put(job), stop, teacher).compile()
     metrics = None
     for step in range(steps):
         state, metrics = compiled(state, put(job, step), stop, teacher)
@@ -106,7 +107,7 @@ def test_a_model_with_its_teachers_weights_overlaps_exactly():
     execution = Execution(scan=True)
     job = Job(spec=spec, placement=placement(), teacher=Teacher(shape=shape, execution=execution))
     params = init_params(shape, spec.seed, scan=True)
-    metrics = job.evaluator()(params, put(job), params)
+    metrics = Evaluator(job)(params, put(job), params)
     assert float(metrics.overlap) == 1.0
     assert float(metrics.agreement) == 1.0
 
@@ -160,7 +161,7 @@ def test_a_document_does_not_see_its_neighbour():
     batch = dict(SyntheticText().rows(ROWS, 0))
     second = batch["segments"] == 2
     batch["weights"] = np.where(second, batch["weights"], 0).astype(np.float32)
-    evaluate = job.evaluator()
+    evaluate = Evaluator(job)
     before = evaluate(params, batch, None).cross_entropy
     changed = {**batch, "tokens": np.where(second, batch["tokens"], 7).astype(np.int32)}
     assert float(evaluate(params, changed, None).cross_entropy) == float(before)
@@ -183,7 +184,7 @@ def test_memory_is_what_the_shape_says(keep):
         name: jax.ShapeDtypeStruct(array.shape, array.dtype)
         for name, array in SyntheticText().rows(spec.batch, 0).items()
     }
-    compiled = job.compile(state, batch, stop, None)
+    compiled = job.lower(state, batch, stop, None).compile()
     ratio = compiled_bytes(compiled) / expected_bytes(spec)
     assert 1 / 1.5 < ratio < 1.5
 
