@@ -89,7 +89,7 @@ class Topology:
         Raises:
           UserError: there are fewer devices, or they are of another kind.
         """
-        devices = jax.devices(self.platform)
+        devices = self._attached()
         if len(devices) < self.num_chips:
             raise UserError(
                 f"Topology {self.name} needs {self.num_chips} {self.platform} devices, there are "
@@ -103,6 +103,16 @@ class Topology:
                 "choose the topology of this machine"
             )
         return self.mesh_of(devices[: self.num_chips])
+
+    def _attached(self) -> list[Any]:
+        try:
+            return jax.devices(self.platform)
+        # The latter where JAX_PLATFORMS asks for what is not there.
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(
+                f"Topology {self.name} needs {self.num_chips} {self.platform} devices, and JAX finds none "
+                f"here; choose the topology of this machine ({str(error).partition(chr(10))[0]})"
+            ) from error
 
     def mesh_of(self, devices: Sequence[Any]) -> Mesh:
         """The mesh of these `num_chips` devices, which may be attached or known to a compiler only."""

@@ -11,13 +11,13 @@ from etils import epath
 
 from pipeline.core import artifacts
 from pipeline.core.artifacts import Lineage
-from pipeline.core.run_dir import atomic_write
+from pipeline.core.run_dir import atomic_write, explain_os_errors
 
 Value = TypeVar("Value")
 
 
 class CellStore:
-    """A JSONL file, one finished cell a line. Lines of another lineage are dropped.
+    """A JSONL file, one finished cell a line. Lines of another lineage, or damaged ones, are dropped.
 
     Args:
       path: of the file.
@@ -32,15 +32,10 @@ class CellStore:
     def _read(self) -> list[tuple[str, Any]]:
         if not self._path.exists():
             return []
-        found = []
-        for line in self._path.read_text().splitlines():
-            try:
-                work, key, value = json.loads(line)
-            except ValueError:
-                continue
-            if work == self._work:
-                found.append((key, value))
-        return found
+        with explain_os_errors(self._path, "read"):
+            lines = self._path.read_bytes().splitlines()
+        entries = [entry for entry in map(_entry, lines) if entry]
+        return [(key, value) for work, key, value in entries if work == self._work]
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -63,6 +58,21 @@ class CellStore:
     def discard(self) -> None:
         """Removes the file: the whole is written elsewhere."""
         self._path.unlink(missing_ok=True)
+
+
+def _entry(line: bytes) -> tuple[str, str, Any] | None:
+    """(work, key, value) of a line that `put` wrote; None of any other."""
+    try:
+        entry = json.loads(line, parse_constant=_refuse)
+    except ValueError:  # not JSON, or not even text
+        return None
+    if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[1], str):
+        return None
+    return entry[0], entry[1], entry[2]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def _digest(lineage: Lineage) -> str:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from drafters import kv_cache
@@ -26,6 +27,7 @@ from pipeline import compile_targets
 from pipeline.core import artifacts
 from pipeline.core.errors import EXIT_USER_ERROR, UserError
 from pipeline.profile_artifact import CompiledProgram
+from pipeline.watching import say
 
 # Programs compiled at once. The compiler is single-threaded for half of its time.
 THREADS = 2
@@ -284,9 +286,25 @@ def _child_environment() -> dict[str, str]:
     return {**ours, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 
 
+@contextlib.contextmanager
+def _only_one() -> Iterator[None]:
+    """Waits until no other process of this user compiles."""
+    import fcntl  # libtpu exists for Linux alone
+
+    path = Path(tempfile.gettempdir()) / f"draftmesh-compiler-{os.getuid()}.lock"
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting until another process of yours has compiled ({path} is locked)")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _ask_child(request: Request) -> Iterator[CompiledProgram]:
     pipe = subprocess.PIPE
     with (
+        _only_one(),
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
             _COMMAND, stdin=pipe, stdout=pipe, stderr=log, text=True, env=_child_environment()

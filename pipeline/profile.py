@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 from tqdm import tqdm
@@ -37,9 +38,9 @@ from pipeline import collectives as collective_times
 from pipeline.cell_store import CellStore
 from pipeline.collectives import CollectiveGrid
 from pipeline.core import artifacts, config
-from pipeline.core.errors import end_with
+from pipeline.core.errors import UserError, end_with
 from pipeline.core.events import EventWriter
-from pipeline.core.run_dir import RunDir
+from pipeline.core.run_dir import RunDir, explain_os_errors
 from pipeline.latency import Machine
 from pipeline.noise import NoiseMeter
 from pipeline.profile_artifact import Collective, CompiledProgram, Profile, ProfiledTopology
@@ -96,6 +97,8 @@ def profile(
     if dry_run:
         for line in profile_outlook.outlook(plan, collectives, compiling, compile_only):
             say(line)
+        if not compile_only:
+            profile_outlook.require_memory(plan)
         return
     untold = [one.name for one in (target, *drafters, *grid.shapes) if one.shape is None]
     lineage = artifacts.Lineage.here(
@@ -104,14 +107,34 @@ def profile(
         weights_hash=weights_hashes(run, (name for name in untold if name != NGRAM)),
         machine=artifacts.this_machine(),
     )
-    stage = _Stage(run, plan, collectives, lineage)
     with run.lock("profile"):
+        _refuse_to_replace(run, lineage, compile_only)
+        stage = _Stage(run, plan, collectives, lineage)
         if trace:
             stage.trace(trace)
         elif compile_only:
             stage.compile(compiling)
         else:
             stage.measure()
+
+
+def _refuse_to_replace(run: RunDir, lineage: artifacts.Lineage, compile_only: bool) -> None:
+    """Measurements that cannot be repeated here, or that nobody asked to be repeated, are kept."""
+    try:
+        found = artifacts.read(run.profile, Profile)
+    except UserError:
+        return
+    differences = found.lineage.differences(lineage)
+    remedy = "choose another --run_dir, or delete the file"
+    if found.steps and "machine" in differences:
+        raise UserError(
+            f"{run.profile}: measured on {found.lineage.machine!r}, and this is {lineage.machine!r}; {remedy}"
+        )
+    if found.steps and compile_only and differences:
+        raise UserError(
+            f"{run.profile}: holds measurements of another {', '.join(differences)}, which compiling would "
+            f"replace; {remedy}"
+        )
 
 
 def _plan(
@@ -176,7 +199,8 @@ class _Stage:
         wanted = collective_times.cells(plan.topology, self._grid, dtype)
         total = len(wanted) + len(cells) + len(plan.rounds())
         with tqdm(total=total, unit="cell", disable=not sys.stderr.isatty()) as bar:
-            alone = self._collectives(store, meter, dtype, bar)
+            found = self._collectives(store, meter, dtype, bar)
+            alone = found.collectives
             mesh = peaks.profiled(plan.topology)
             machine = Machine(
                 platform=mesh.platform,
@@ -187,7 +211,7 @@ class _Stage:
             )
             watch = Stopwatch(plan.grid.sampling, meter, self._lineage.seed)
             times = step_times.measure(plan, [*cells, *plan.rounds()], watch, store, _shown(bar))
-        outliers = sum(timed.outliers for timed in times.values())
+        outliers = found.noise.outliers + sum(timed.outliers for timed in times.values())
         layers = profile_results.layers(plan, times, machine)
         steps = profile_results.steps(cells, times, mesh, dtype)
         rounds = profile_results.rounds(plan, steps, times, machine)
@@ -214,7 +238,7 @@ class _Stage:
 
     def _collectives(
         self, store: CellStore, meter: NoiseMeter, dtype: str, bar: tqdm
-    ) -> tuple[Collective, ...]:
+    ) -> collective_times.Measurement:
         """Of the grid; cells are kept as they are finished."""
         wanted = collective_times.cells(self._plan.topology, self._grid, dtype)
         kept = {cell: store.get(_key(cell), Collective) for cell in wanted}
@@ -233,7 +257,7 @@ class _Stage:
             known=known,
             on_cell=keep,
             meter=meter,
-        ).collectives
+        )
 
     def _write(self, found: Profile) -> None:
         artifacts.write(self._run.profile, found)
@@ -267,7 +291,8 @@ class _Stage:
         kept = [
             store.get(compiled.wanted_key(plan.topology, one), CompiledProgram) for one in wanted
         ]
-        known = (*(self._known.compiled if self._known else ()), *filter(None, kept))
+        before = self._known.compiled if self._known else ()
+        known = (*before, *filter(None, kept))
         with tqdm(total=len(wanted), unit="program", disable=not sys.stderr.isatty()) as bar:
 
             def keep(program: CompiledProgram) -> None:
@@ -275,6 +300,9 @@ class _Stage:
                 bar.update()
 
             programs = compiled.compile_steps(plan.topology, wanted, known=known, on_program=keep)
+        if before == programs:
+            say(f"{self._run.profile} is up to date")
+            return
         base = self._known or _nothing_measured(plan, self._lineage)
         notes = dict.fromkeys((*base.notes, *compiled.findings(programs)))
         self._write(dataclasses.replace(base, compiled=programs, notes=tuple(notes)))
@@ -282,6 +310,8 @@ class _Stage:
 
     def trace(self, folder: str) -> None:
         """Writes a trace of the target's decode step and of a round."""
+        with explain_os_errors(folder, "write"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
         self._prepare()
         plan = self._plan
         cells = [plan.target_steps()[0], plan.rounds()[-1]]

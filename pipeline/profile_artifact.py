@@ -145,7 +145,7 @@ class Layer:
 
     Attributes:
       arithmetic_us, collective_us: of one layer of `model` for `tokens` tokens on all chips.
-      fixed_us: of the step at no layers at all: embedding, head, dispatch.
+      fixed_us: of the step at no layers at all: embedding and head.
       expected_collective_us: the layer's collectives by the alpha-beta fit, the cross-check.
     """
 
@@ -160,13 +160,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One speculative round of target and drafter, and its parts timed alone.
+    """One speculative round of target and drafter, and its parts by themselves.
 
     Attributes:
       drafter: a name of the config; "" for plain decoding, with k = 0.
       draft_ms: of the drafter's k passes where the placement drafts, the first over two tokens; score_ms: of
-        the pass over k + 1 tokens.
-      broadcast_us: of the turn's integers; 0 if every chip drafts.
+        the pass over k + 1 tokens. Both from passes timed alone, interpolated where T was not timed.
+      broadcast_us: of the turn's integers, by the fit of all-reduces; 0 if every chip drafts.
       round_ms: the whole, with draws, verdict, rollback and broadcast.
       source: "predicted" from its parts and from what other rounds at the same place, of other K or another
         drafter, took beyond theirs.

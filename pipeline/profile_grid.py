@@ -19,6 +19,7 @@ from pipeline.profile_artifact import Phase, Where
 from pipeline.stopwatch import Sampling
 from pipeline.subjects import Subject
 from serving.pair import NGRAM
+from serving.sampling import SamplingParams
 
 Rule = Literal["token", "block"]
 _ROUNDS_PER_CALL = 8  # that the caches have room for
@@ -42,7 +43,7 @@ class Grid:
       rules: of the rounds.
       temperature, top_p: of the rounds: filters take time.
       layer_tokens: T at which the target's collectives are removed and its depth is changed.
-      shallow: layers of the second depth, 0 for a third.
+      shallow: layers of the second depth, 0 for a third of the target's.
       shapes: more models whose steps the latency model is fitted to and judged by.
       sampling: how long is measured.
     """
@@ -69,9 +70,14 @@ class Grid:
         for name in ("tokens", "contexts", "batches", "drafter_tokens", "drafts", "rules"):
             if not getattr(self, name):
                 raise ValueError(f"Grid.{name} must not be empty")
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"Grid.{name} = {getattr(self, name)} names something twice")
         for name in ("tokens", "contexts", "batches", "drafter_tokens", "prompts", "drafts"):
             if min(getattr(self, name), default=1) < 1:
                 raise ValueError(f"Grid.{name} = {getattr(self, name)} must all be positive")
+        SamplingParams(temperature=self.temperature, top_p=self.top_p)
+        if self.shallow < 0:
+            raise ValueError(f"Grid.shallow = {self.shallow} must not be negative")
         for name in ("tokens", "drafter_tokens"):
             if 1 not in getattr(self, name):
                 raise ValueError(
@@ -216,11 +222,12 @@ class Plan:
         names = [model.name for model in self.models]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"the profile has two models named {twice[0]!r}: rename one")
-        longest = max(self.grid.contexts) + max(self.grid.tokens)
-        if longest > self.target.shape.context:
+        for model in self.models:
+            self._require_context(model)
+        layers = self.target.shape.num_layers
+        if self.grid.shallow and self.grid.shallow >= layers:
             raise UserError(
-                f"Grid.contexts = {self.grid.contexts} with {max(self.grid.tokens)} new tokens exceed the "
-                f"context of {self.target.name}, {self.target.shape.context}: choose smaller contexts"
+                f"Grid.shallow = {self.grid.shallow} must be fewer layers than {self.target.name}'s {layers}"
             )
         for count in self.grid.chips_per_copy:
             self.topology.axes_of(count)
@@ -229,6 +236,18 @@ class Plan:
             raise UserError(
                 f"Grid.timed_drafters names {unknown[0]!r}; the profile's drafters are {known}"
             )
+
+    def _require_context(self, model: Model) -> None:
+        grid, room = self.grid, model.shape.context
+        whose = f"the context of {model.name}, {room}"
+        new = max(grid.tokens if model is self.target else grid.drafter_tokens)
+        if max(grid.contexts) + new > room:
+            raise UserError(
+                f"Grid.contexts = {grid.contexts} with {new} new tokens exceed {whose}: choose smaller "
+                "contexts"
+            )
+        if model is self.target and max(grid.prompts, default=0) > room:
+            raise UserError(f"Grid.prompts = {grid.prompts} exceed {whose}: choose shorter prompts")
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -258,14 +277,14 @@ class Plan:
         return self.target.with_layers(count) if count < layers else None
 
     def target_steps(self) -> list[StepCell]:
-        """Passes of the target, prompts, and what tells its layers' parts."""
-        cells = [
-            self.pass_of(self.target, self.everywhere, batch, tokens, context)
-            for batch, context, tokens in itertools.product(
-                self.grid.batches, self.grid.contexts, self.grid.tokens
-            )
-        ]
-        return [*cells, *self._prompts(), *self.layer_steps()]
+        """Passes of the target, each followed by those that tell its layers' parts; then prompts."""
+        grid, layers = self.grid, self.layer_steps()
+        cells = []
+        for batch, context, tokens in itertools.product(grid.batches, grid.contexts, grid.tokens):
+            cells.append(self.pass_of(self.target, self.everywhere, batch, tokens, context))
+            if (batch, context) == (grid.batches[0], grid.contexts[0]):
+                cells += [cell for cell in layers if cell.tokens == tokens]
+        return [*cells, *self._prompts()]
 
     def _prompts(self) -> Iterator[StepCell]:
         for batch, tokens in itertools.product(self.grid.batches, self.grid.prompts):
@@ -303,7 +322,8 @@ class Plan:
                 tried, self.grid.batches, self.grid.contexts, self.grid.drafter_tokens
             )
         ]
-        return [*cells, *self._removed()]
+        order = {model.name: place for place, (model, _) in enumerate(tried)}
+        return sorted([*cells, *self._removed()], key=lambda cell: order[cell.model])
 
     def _removed(self) -> list[StepCell]:
         """The drafters' decode steps over all chips without collectives."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from drafters import kv_cache
 from drafters.mesh import Topology
 from drafters.shapes import TransformerShape
-from pipeline import step_times
+from pipeline import compile_targets, step_times
 from pipeline.collectives import CollectiveGrid, cells
 from pipeline.core.errors import UserError
 from pipeline.profile_grid import CompileGrid, Plan
-from pipeline.work import held_bytes
+from pipeline.work import chip_shape, held_bytes
 
 
 def outlook(
@@ -20,7 +21,7 @@ def outlook(
     """The plan in lines: models, memory, cells.
 
     Raises:
-      UserError: a collective is asked for that the mesh has not.
+      UserError: a collective is asked for that the mesh has not, or a compiler that is not known.
     """
     topology = plan.topology
     yield f"{topology.name}: {topology.num_chips} chips ({topology.platform})"
@@ -36,7 +37,9 @@ def outlook(
         )
     yield from layout_notes(plan)
     if compile_only:
-        steps = len(compiling.tokens) * len(compiling.batches) * len(compiling.contexts)
+        compile_targets.generation_of(topology)
+        whole = set(compiling.tokens) - set(compiling.interpolated)
+        steps = len(whole) * len(compiling.batches) * len(compiling.contexts)
         yield f"{steps * (1 + len(plan.drafters))} programs compiled for {topology.compile_target}"
         return
     alone = len(cells(topology, collectives, topology.serving_dtype))
@@ -73,8 +76,22 @@ def _needed_bytes(plan: Plan) -> int:
     fewest = min(seat.chips for seat in plan.seats)
     held = copies * sum(weights(model.shape, chips) for model in models)
     held += sum(weights(model.shape, fewest) for model in plan.drafters)
-    cells = step_times.together(plan) * step_times.cell_bytes(plan)
-    return step_times.sharers(topology) * held + cells
+    count = len(plan.target_steps()) + len(plan.other_steps()) + len(plan.rounds())
+    cells = min(step_times.together(plan), count) * step_times.cell_bytes(plan)
+    return step_times.sharers(topology) * (held + _activation_bytes(plan)) + cells
+
+
+def _activation_bytes(plan: Plan) -> int:
+    """What the target's largest pass holds while it runs, on each chip: scores, weights and MLP, in fp32."""
+    grid, share = plan.grid, chip_shape(plan.target.shape, plan.topology.num_chips)
+    widest = [(tokens, kv_cache.capacity_for(tokens)) for tokens in grid.prompts]
+    widest.append((max(grid.tokens), grid.capacity(max(grid.contexts))))
+
+    def of(tokens: int, capacity: int) -> int:
+        column = 2 * share.num_heads * capacity + 3 * share.mlp_width + 4 * share.width
+        return 4 * max(grid.batches) * tokens * column
+
+    return max(of(tokens, capacity) for tokens, capacity in widest)
 
 
 def require_memory(plan: Plan) -> None:

@@ -204,7 +204,7 @@ def layers(profile: Profile) -> Table | None:
             )
             for one in profile.layers
         ),
-        note="The fixed part, embedding, head and dispatch, is once per step.",
+        note="The fixed part, embedding and head, is once per step.",
         open=False,
     )  # fmt: skip
 
@@ -267,7 +267,8 @@ def rounds(profile: Profile) -> Table | None:
             )
             for one in profile.rounds
         ),
-        note="Draft, score and broadcast were timed alone; the round holds verdict and rollback too.",
+        note="Draft and score are of passes timed alone, the broadcast is by the fit of all-reduces; the "
+        "round holds verdict and rollback too.",
         open=False,
     )  # fmt: skip
 

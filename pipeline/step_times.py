@@ -6,7 +6,7 @@ Cells that are compared, such as the target with and without its collectives, ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,12 +169,12 @@ def sharers(topology: Topology) -> int:
 
 def _measure(
     bench: Bench, cells: Sequence[Cell], stopwatch: Stopwatch
-) -> Iterable[tuple[str, Timed]]:
+) -> Iterator[tuple[str, Timed]]:
     by_key = {cell.key: cell for cell in cells}
     parts = {key: bench.part(cell) for key, cell in by_key.items()}
     steps = [key for key, cell in by_key.items() if isinstance(cell, StepCell)]
-    samples = stopwatch.measure(parts, steps)
-    return [(key, _timed(samples[key])) for key in by_key]
+    for key, samples in stopwatch.measure(parts, steps):
+        yield key, _timed(samples)
 
 
 def _timed(samples: Samples) -> Timed:

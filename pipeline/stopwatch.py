@@ -83,23 +83,27 @@ class Stopwatch:
     def __init__(self, sampling: Sampling, meter: NoiseMeter, seed: int = 0):
         self._sampling, self._meter, self._random = sampling, meter, random.Random(seed)
 
-    def measure(self, parts: Mapping[Key, Part], read: Sequence[Key] = ()) -> dict[Key, Samples]:
+    def measure(
+        self, parts: Mapping[Key, Part], read: Sequence[Key] = ()
+    ) -> Iterator[tuple[Key, Samples]]:
         """Compiles all parts, then samples them in turns, in an order that is drawn anew each time.
 
         Args:
           parts: what to measure.
           read: those whose program's text is wanted.
+
+        Yields:
+          Each part as soon as it has samples enough.
         """
         programs = _compiled(parts, read)
         cells = {key: _Cell(part, self._sampling) for key, part in parts.items()}
-        waiting = list(parts)
         with _no_collection():
-            while waiting:
-                for key in self._random.sample(waiting, len(waiting)):
+            while cells:
+                for key in self._random.sample(list(cells), len(cells)):
                     self._meter.tick()
                     cells[key].sample()
-                waiting = [key for key in waiting if not cells[key].is_done]
-        return {key: cell.samples(programs[key]) for key, cell in cells.items()}
+                for key in [key for key, cell in cells.items() if cell.is_done]:
+                    yield key, cells.pop(key).samples(programs[key])
 
 
 class _Cell:

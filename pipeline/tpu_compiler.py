@@ -6,19 +6,17 @@ stdout, as soon as it is compiled. What the compiler and other libraries say goe
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import os
 import re
 import sys
-import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -37,28 +35,30 @@ from pipeline.profile_artifact import CompiledProgram
 from serving import speculation
 from serving.speculation import Engine, Weights
 
+_PARENT_S = 1.0  # between looks at whether the parent is there
+
 
 def main() -> int:
     """Compiles what stdin asks for; the programs go to stdout, what libraries say to stderr."""
+    _end_with(os.getppid())
     request = artifacts.from_json(json.load(sys.stdin), Request)
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # the compiler writes to stdout too
-        with _only_one():
-            for program in _compile_all(request):
-                answers.write(json.dumps(artifacts.to_json(program)) + "\n")
-                answers.flush()
+        for program in _compile_all(request):
+            answers.write(json.dumps(artifacts.to_json(program)) + "\n")
+            answers.flush()
     return 0
 
 
-@contextlib.contextmanager
-def _only_one() -> Iterator[None]:
-    """Waits until no other process of this user compiles."""
-    import fcntl  # libtpu exists for Linux alone
+def _end_with(parent: int) -> None:
+    """Ends this process once `parent` is gone: nobody would read what it compiles for minutes."""
 
-    path = Path(tempfile.gettempdir()) / f"draftmesh-compiler-{os.getuid()}.lock"
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _compile_all(request: Request) -> Iterator[CompiledProgram]:

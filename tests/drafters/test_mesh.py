@@ -127,6 +127,12 @@ def test_more_chips_than_devices_says_how_to_get_them():
         wide.mesh()
 
 
+def test_an_accelerator_that_is_not_there_is_said_so():
+    absent = Topology(name="tpu_4", platform="tpu", axes=("x",), sizes=(4,))
+    with pytest.raises(UserError, match="tpu_4 needs 4 tpu devices, and JAX finds none here"):
+        absent.mesh()
+
+
 def test_devices_of_another_kind_are_refused():
     with pytest.raises(UserError, match="TPU v4"):
         dataclasses.replace(MESH, device_kind="TPU v4").mesh()

@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import pytest
+
 from pipeline.cell_store import CellStore
 from pipeline.core.artifacts import Lineage
+from pipeline.core.errors import UserError
 from pipeline.profile_artifact import Quantiles
 
 LINEAGE = Lineage(config="a = 1", seed=0, versions={"jax": "1"}, machine="this one")
@@ -21,16 +24,34 @@ def test_cells_are_kept_for_the_same_work(tmp_path):
         assert len(CellStore(path, dataclasses.replace(LINEAGE, **change))) == 0
 
 
-def test_a_torn_or_foreign_line_is_no_cell(tmp_path):
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'["half a li',
+        b"5",
+        b"null",
+        b'["work", ["a"], 1]',
+        b"\xff\xfe",
+        b'["work", "two", NaN]',
+        b"{}",
+    ],
+)
+def test_a_torn_or_foreign_line_is_no_cell(tmp_path, line):
     path = tmp_path / "cells.jsonl"
     CellStore(path, LINEAGE).put("one", FOUND)
-    path.write_text(path.read_text() + '["half a li')
+    path.write_bytes(path.read_bytes() + line)
     store = CellStore(path, LINEAGE)
     assert len(store) == 1
     store.put("two", FOUND)
     assert len(CellStore(path, LINEAGE)) == 2
     store.discard()
     assert not path.exists()
+
+
+def test_a_folder_in_its_place_is_said_so(tmp_path):
+    (tmp_path / "cells.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot read .*cells.jsonl"):
+        CellStore(tmp_path / "cells.jsonl", LINEAGE)
 
 
 def test_a_cell_of_another_form_is_measured_again(tmp_path):

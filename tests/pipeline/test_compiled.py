@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
 import textwrap
 
@@ -242,6 +243,20 @@ def test_a_program_that_is_refused_is_told_by_its_size():
     refused.message = "INTERNAL: a defect of the compiler"
     with pytest.raises(jax.errors.JaxRuntimeError, match="defect"):
         tpu_compiler.compile_if_it_fits(refused, arguments)
+
+
+def test_the_compiler_ends_with_the_process_that_asked_it():
+    """Killed without a chance to say so."""
+    child = "import os, time; from pipeline import tpu_compiler as t; t._end_with(os.getppid())"
+    child += "; print(os.getpid(), flush=True); time.sleep(600)"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    asked = subprocess.Popen(
+        [sys.executable, "-c", parent, child], stdout=subprocess.PIPE, text=True
+    )
+    assert int(asked.stdout.readline()) != asked.pid
+    asked.kill()
+    # The pipe closes once nobody holds it, neither parent nor child.
+    assert asked.communicate(timeout=60)[0] == ""
 
 
 @has_compiler

@@ -164,14 +164,24 @@ def test_there_is_something_to_see(made, profile):
 
 
 @pytest.mark.slow
-def test_another_machine_is_refused_and_measured_again(made, profile, monkeypatch):
+def test_measurements_of_another_machine_are_refused_and_kept(made, profile, monkeypatch):
     path = RunDir.at(made[0]).profile
+    before = path.read_bytes()
     monkeypatch.setattr(artifacts, "this_machine", lambda: "an abacus")
     with pytest.raises(UserError, match="an abacus"):
         artifacts.require_match(path, profile.lineage, machine=artifacts.this_machine())
-    monkeypatch.setattr(stage._Stage, "_measured", lambda self, store: pytest.fail("measured"))
-    with pytest.raises(pytest.fail.Exception, match="measured"):
+    with pytest.raises(UserError, match="measured on .*, and this is 'an abacus'; choose another"):
         run(made[0])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_compiling_does_not_replace_measurements_of_another_config(made):
+    path = RunDir.at(made[0]).profile
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="holds measurements of another config, which compiling"):
+        run(made[0], compile_only=True, config="profile.seed = 0  # and more")
+    assert path.read_bytes() == before
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,6 +200,27 @@ def test_a_shape_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_p
     with pytest.raises(UserError, match=r"needs about .* GB on the host .* 0\.0 GB are there"):
         run(tmp_path)
     assert not list(tmp_path.glob("profile*"))
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path):
+    with pytest.raises(UserError, match="cannot write /dev/null/here"):
+        run(tmp_path, trace="/dev/null/here")
+
+
+def test_a_dry_run_refuses_what_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_outlook, "host_bytes", lambda: 1e3)
+    with pytest.raises(UserError, match="are there"):
+        run(tmp_path, dry_run=True)
+
+
+def test_prompts_need_memory_for_their_scores(tmp_path, monkeypatch):
+    short, long = (dataclasses.replace(GRID, prompts=(tokens,)) for tokens in (16, 200))
+    run_dir, models = RunDir.at(tmp_path), (SETTINGS["target"], SETTINGS["drafters"])
+    enough = profile_outlook._needed_bytes(stage._plan(run_dir, *models, HOST_4, short))
+    monkeypatch.setattr(profile_outlook, "host_bytes", lambda: enough)
+    run(tmp_path, dry_run=True, grid=short)
+    with pytest.raises(UserError, match="are there"):
+        run(tmp_path, dry_run=True, grid=long)
 
 
 def test_a_mesh_that_does_not_divide(tmp_path):

@@ -23,6 +23,7 @@ SHAPE = TransformerShape(
 )
 TARGET = Model(name="target", shape=SHAPE)
 SMALL = Model(name="small", shape=dataclasses.replace(SHAPE, num_layers=1))
+SHORT = Model(name="short", shape=dataclasses.replace(SHAPE, context=64))
 OTHER = Model(name="other", shape=dataclasses.replace(SHAPE, num_layers=2))
 
 
@@ -48,6 +49,40 @@ def test_the_target_is_seen_at_two_depths_with_and_without_collectives():
     cells = plan(tokens=(1, 2), prompts=(), layer_tokens=(1, 2)).target_steps()
     seen = {(cell.shape.num_layers, cell.tokens, cell.apart) for cell in cells}
     assert seen == {(layers, t, apart) for layers in (6, 2) for t in (1, 2) for apart in (0, 1)}
+
+
+def test_what_is_compared_is_sampled_together():
+    """Cells are sampled in turns, ten or more at a time, in this order."""
+    many = plan(tokens=tuple(range(1, 17)), contexts=(64, 256), batches=(1, 2), layer_tokens=(1, 9))
+    target = [(c.tokens, c.shape.num_layers, c.apart) for c in many.target_steps()]
+    for tokens in (1, 9):
+        first = target.index((tokens, 6, False))
+        assert target[first + 1 : first + 4] == [
+            (tokens, 2, False), (tokens, 6, True), (tokens, 2, True),
+        ]  # fmt: skip
+    models = [cell.model for cell in many.other_steps()]
+    assert models == sorted(models, key=["small", "other"].index)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": (513,)}, r"Grid.prompts = \(513,\) exceed the context of target, 512"),
+        ({"drafters": (SHORT,)}, r"Grid.contexts = \(256,\) with 2 new tokens exceed .* short, 64"),
+        ({"shallow": 6}, "Grid.shallow = 6 must be fewer layers than target's 6"),
+    ],
+)
+def test_what_the_models_cannot_do_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        plan(**changes)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"shallow": -1}, {"temperature": -1.0}, {"top_p": 7.0}, {"tokens": (1, 4, 4)}]
+)
+def test_grids_that_make_no_sense(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Grid(**wrong)
 
 
 def test_one_chip_has_no_collectives_to_remove_and_nobody_to_lead():

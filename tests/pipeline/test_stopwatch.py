@@ -47,7 +47,7 @@ def clock(monkeypatch):
 
 def measured(parts, **kwargs):
     sampling = Sampling(sample_ms=50.0, samples=5, seconds=0.4)
-    return Stopwatch(sampling, NoiseMeter()).measure(parts, **kwargs)
+    return dict(Stopwatch(sampling, NoiseMeter()).measure(parts, **kwargs))
 
 
 def test_short_work_is_repeated_until_a_sample_is_long(clock):
@@ -66,6 +66,15 @@ def test_a_cell_is_sampled_until_its_time_is_used_but_at_least_so_often(clock):
     found = measured({"short": Worker(clock, 9.9), "long": Worker(clock, 500.0)})
     assert len(found["short"].fused) == 7  # of 6 x 9.9 ms
     assert len(found["long"].fused) == 5
+
+
+def test_a_cell_that_is_done_is_told_before_the_others_are(clock):
+    parts = {"short": Worker(clock, 9.9), "long": Worker(clock, 500.0)}
+    told = Stopwatch(Sampling(sample_ms=50.0, samples=5, seconds=0.4), NoiseMeter()).measure(parts)
+    assert next(told)[0] == "long"
+    sampled = len(parts["short"].calls)
+    assert next(told)[0] == "short"
+    assert len(parts["short"].calls) > sampled
 
 
 def test_a_call_repeats_no_more_than_there_is_room_for(clock):
