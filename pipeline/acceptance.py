@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, special
+import scipy
 
 Curve = Sequence[float] | np.ndarray
 
@@ -231,7 +231,7 @@ def beta_grid(mean: float, sd: float, kinds: int = KINDS) -> np.ndarray:
         return np.full(kinds, mean)
     concentration = widest / variance - 1
     levels = (np.arange(kinds) + 0.5) / kinds
-    values = special.betaincinv(mean * concentration, (1 - mean) * concentration, levels)
+    values = scipy.special.betaincinv(mean * concentration, (1 - mean) * concentration, levels)
     return np.clip(values, 1e-12, 1 - 1e-12)
 
 
@@ -245,4 +245,4 @@ def _zero(increasing: Callable[[float], float], low: float, high: float) -> floa
         return low
     if increasing(high) <= 0:
         return high
-    return float(optimize.brentq(increasing, low, high, xtol=1e-7))  # pyright: ignore[reportArgumentType]
+    return float(scipy.optimize.brentq(increasing, low, high, xtol=1e-7))  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from drafters.shapes import DTYPE_BYTES
 from pipeline.profile_artifact import AlphaBeta, Collective
 
 _RESAMPLES = 200
@@ -30,7 +31,7 @@ def fit(collectives: Iterable[Collective], seed: int = 0) -> dict[str, AlphaBeta
     Residuals are relative to the latency, so that small payloads count as much as large ones. A knee is
     only claimed where the data need one (Bayesian information criterion); otherwise beta is 0 and the knee is
     the largest payload measured. Intervals come from a bootstrap that redraws every median from its own
-    spread and from the misfit of the curve.
+    spread and from the misfit of the curve; where noise hides a knee they are of the curve that was chosen.
     """
     groups: dict[str, list[Collective]] = defaultdict(list)
     for one in collectives:
@@ -51,24 +52,25 @@ def latency_bound_bytes(curve: AlphaBeta, slack: float = 0.2) -> float:
     return curve.knee_bytes + slack * curve.alpha_us / curve.beta_us_per_kib * _KIB
 
 
-def where_latency_bound_ends(curve: AlphaBeta, row_bytes: float, slack: float = 0.2) -> str:
+def where_latency_bound_ends(curve: AlphaBeta, width: int, slack: float = 0.2) -> str:
     """A sentence for people.
 
     Args:
       curve: of one operation.
-      row_bytes: of one token: width times bytes of the dtype.
+      width: numbers of one token in the payload.
       slack: see `latency_bound_bytes`.
     """
+    row_bytes = width * DTYPE_BYTES[curve.dtype]
     what = f"{curve.op} over {curve.axis} ({curve.chips} chips)"
     limit = latency_bound_bytes(curve, slack)
     if math.isinf(limit):
         return (
             f"{what} takes {curve.alpha_us:.0f} us for every payload measured, up to "
-            f"{curve.knee_bytes / row_bytes:.0f} tokens"
+            f"{curve.knee_bytes / row_bytes:.0f} tokens of width {width}"
         )
     return (
-        f"{what} is latency-bound up to {limit / row_bytes:.1f} tokens: {curve.alpha_us:.0f} us and at "
-        f"most {slack:.0%} more"
+        f"{what} is latency-bound up to {limit / row_bytes:.1f} tokens of width {width}: "
+        f"{curve.alpha_us:.0f} us and at most {slack:.0%} more"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import optimize
+import scipy
 
 from pipeline.acceptance import Requests, mean_acceptance
 from pipeline.candidates import (
@@ -232,7 +232,7 @@ def _alpha_at(one: Judged, level: float, objective: Objective, forecast: Forecas
     low, high = np.log(_POWERS)
     if excess(low) >= 0 or excess(high) <= 0:
         return None
-    log_power = float(optimize.brentq(excess, low, high, xtol=1e-3))  # pyright: ignore[reportArgumentType]
+    log_power = float(scipy.optimize.brentq(excess, low, high, xtol=1e-3))  # pyright: ignore[reportArgumentType]
     return _alpha(requests.bent(float(np.exp(log_power))))
 
 

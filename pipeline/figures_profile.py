@@ -16,6 +16,7 @@ from pipeline.core import artifacts
 from pipeline.latency import Predictor
 from pipeline.profile_artifact import Collective, Profile, Step
 
+_FITTED_POINTS = 100  # of a curve that bends between what was measured
 _PARTS = (
     "arithmetic and memory, on every chip",
     "collectives of the layers",
@@ -58,9 +59,10 @@ def collectives(profile: Profile, op: str = "all_reduce") -> Figure | None:
         low, high = zip(*((one.latency_us.p10, one.latency_us.p90) for one in cells), strict=True)
         figures.band(axes, kib, low, high, index)
         if curve := profile.alpha_beta.get(f"{op}/{axis}/{cells[0].dtype}"):
+            along = np.geomspace(kib[0], kib[-1], _FITTED_POINTS)
             axes.plot(
-                kib,
-                [predict_us(curve, one.payload_bytes) for one in cells],
+                along,
+                [predict_us(curve, 1024 * at) for at in along],
                 **figures.series(index, marker=False),
             )
     payloads = sorted({one.payload_bytes / 1024 for cells in series.values() for one in cells})

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
+import scipy
 
 from drafters.shapes import TransformerShape
 from pipeline.collective_fit import predict_us
@@ -113,7 +113,7 @@ def fit_terms(rows: np.ndarray, times_us: np.ndarray) -> np.ndarray:
     # Columns of one size: nnls compares them with one tolerance.
     scaled = rows / times_us[:, None]
     sizes = np.maximum(np.linalg.norm(scaled, axis=0), 1e-30)
-    found, _ = nnls(scaled / sizes, np.ones(len(times_us)))
+    found, _ = scipy.optimize.nnls(scaled / sizes, np.ones(len(times_us)))
     return found / sizes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from drafters.shapes import DTYPE_BYTES
 from pipeline.collective_fit import where_latency_bound_ends
 from pipeline.latency import GOOD_MEDIAN, GOOD_WORST
 from pipeline.profile_artifact import LatencyModel, Profile
@@ -24,8 +23,7 @@ def model_notes(model: LatencyModel | None) -> Iterator[str]:
 def summary(found: Profile) -> Iterator[str]:
     for curve in found.alpha_beta.values():
         if curve.chips == found.topology.num_chips:
-            row_bytes = DTYPE_BYTES[curve.dtype] * _width(found)
-            yield where_latency_bound_ends(curve, row_bytes)
+            yield where_latency_bound_ends(curve, _width(found))
     for step in found.steps:
         if step.dispatch == "fused":
             yield (

@@ -35,7 +35,7 @@ class Subject:
             return self.shape
         if not (folder / model_card.CARD).exists():
             raise UserError(
-                f"{folder} does not exist: train {self.name!r} first, or give its shape "
+                f"{folder} does not exist: train or import {self.name!r} first, or give its shape "
                 f"(Subject.shape), since random weights are as slow as trained ones"
             )
         return model_card.read_card(folder).shape

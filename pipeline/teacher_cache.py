@@ -36,6 +36,7 @@ BatchesFrom = Callable[[int], Iterator[Batch]]  # first step -> batches, this pr
 TopKOf = Callable[[Batch], tuple[np.ndarray, np.ndarray]]  # ids and log-probabilities, [rows, T, k]
 
 SHARD_BYTES = 64 << 20
+_MOST_STEPS = 16  # a whole shard is computed for the sake of one step
 
 _ARRAYS = ("ids", "log_probs", "digests")
 
@@ -83,8 +84,8 @@ class CacheContent:
 
     @property
     def shard_steps(self) -> int:
-        """Steps per shard."""
-        return max(1, SHARD_BYTES // self.step_bytes)
+        """Steps per shard: few, for whole shards are computed."""
+        return max(1, min(_MOST_STEPS, SHARD_BYTES // self.step_bytes))
 
 
 class _Part(NamedTuple):

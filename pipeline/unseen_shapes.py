@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import special, stats
+import scipy
 
 from drafters.shapes import TransformerShape
 from pipeline.acceptance import Requests, constant_curve
@@ -122,7 +122,7 @@ class AcceptanceLine:
         self._vocabularies = {one.shape.head_vocab for one in trained}
         self.sizes = np.array([one.size for one in trained])
         alphas = np.clip([one.alpha for one in trained], _TOUCHABLE, 1 - _TOUCHABLE)
-        self._logits = special.logit(alphas)
+        self._logits = scipy.special.logit(alphas)
         self.sloped = bool(np.ptp(self.sizes) > np.log(_LEVER))
         design = self._design(self.sizes)
         self._inverse = np.linalg.inv(design.T @ design)
@@ -150,9 +150,9 @@ class AcceptanceLine:
             return None
         row = self._design(np.array([size]))[0]
         middle = float(row @ self._line)
-        width = float(stats.t.ppf((1 + _CONFIDENCE) / 2, self._freedom)) * self._sd
+        width = float(scipy.stats.t.ppf((1 + _CONFIDENCE) / 2, self._freedom)) * self._sd
         width *= float(np.sqrt(1 + row @ self._inverse @ row))
-        return Estimate(*(float(special.expit(middle + w)) for w in (0, -width, width)))
+        return Estimate(*(float(scipy.special.expit(middle + w)) for w in (0, -width, width)))
 
     def _design(self, sizes: np.ndarray) -> np.ndarray:
         ones = np.ones((len(sizes), 1))

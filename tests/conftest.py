@@ -44,3 +44,11 @@ def _clean_gin():
     """Gin's state is one per process; no test sees another's config."""
     yield
     gin.clear_config()
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Compiles three times faster to slower programs: tests compile much and compute little."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -110,5 +110,5 @@ def test_where_latency_bound_ends():
     found = fitted([curve(payload) for payload in PAYLOADS])
     limit = collective_fit.latency_bound_bytes(found)
     assert collective_fit.predict_us(found, limit) == pytest.approx(1.2 * found.alpha_us)
-    said = collective_fit.where_latency_bound_ends(found, 1024 * 4)
-    assert f"up to {limit / 4096:.1f} tokens" in said
+    said = collective_fit.where_latency_bound_ends(found, 1024)
+    assert f"up to {limit / 4096:.1f} tokens of width 1024" in said

@@ -68,6 +68,8 @@ class Texts:
 SAMPLED = Trial(task=Texts(), sampling=WARPED)
 ABSENT = Trial(task=XSum(path="nowhere/xsum.jsonl"), sampling=WARPED)
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def write_models(root):
     """A target that often ends, and a drafter that is the target with noise."""
@@ -97,13 +99,6 @@ def play(root, **settings):
     )
     evaluate(**{**given, **settings})
     return artifacts.read(RunDir.at(root).acceptance, Acceptance)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -170,7 +170,7 @@ def test_measurements_of_another_machine_are_refused_and_kept(made, profile, mon
     monkeypatch.setattr(artifacts, "this_machine", lambda: "an abacus")
     with pytest.raises(UserError, match="an abacus"):
         artifacts.require_match(path, profile.lineage, machine=artifacts.this_machine())
-    with pytest.raises(UserError, match="measured on .*, and this is 'an abacus'; choose another"):
+    with pytest.raises(UserError, match=r"measured on .*, and this is 'an abacus'; choose another"):
         run(made[0])
     assert path.read_bytes() == before
 
@@ -229,7 +229,7 @@ def test_a_mesh_that_does_not_divide(tmp_path):
 
 
 def test_a_model_that_is_neither_trained_nor_described(tmp_path):
-    with pytest.raises(UserError, match="train 'absent' first, or give its shape"):
+    with pytest.raises(UserError, match="train or import 'absent' first, or give its shape"):
         run(tmp_path, drafters=(Subject(name="absent"),))
 
 

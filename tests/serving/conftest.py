@@ -1,4 +1,4 @@
-"""Programs compiled fast, and a count of those compiled."""
+"""A count of the programs that are compiled."""
 
 import contextlib
 
@@ -6,14 +6,6 @@ import jax
 import pytest
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """Compiles three times faster to slower programs: tests compile much and compute little."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
