@@ -118,13 +118,13 @@ class Placement:
         layers = (one,) * shape.num_layers
         return KVCache(layers, layers, self.sharding())  # pyright: ignore[reportArgumentType]
 
-    def gathered(self, shape: TransformerShape, logits: jax.Array) -> jax.Array:
-        """Logits [V, ...] of `shape`, whole on every chip of the mesh after one gather.
+    def gathered(self, logits: jax.Array) -> jax.Array:
+        """Logits [V, ...], whole on every chip of the mesh after one gather.
 
         Told in two steps: left to itself, XLA may gather the head instead, and every chip multiply by all
         of it.
         """
-        if self.axes and self.layout(shape).shard_head:
+        if self.axes and logits.shape[0] % self.chips_per_copy == 0:  # as the head is divided
             logits = jax.lax.with_sharding_constraint(logits, self.sharding(self.axes))
         return jax.lax.with_sharding_constraint(logits, self.sharding())
 

@@ -169,7 +169,7 @@ def _again(model: Seated, last_only: bool) -> Callable:
     def gathered(logits: Array) -> Array:
         if model.placement is None or model.seat != "together":
             return logits
-        return model.placement.gathered(model.shape, logits)
+        return model.placement.gathered(logits)
 
     def work(shared: Any, cache: KVCache, times: Array) -> tuple[Array, KVCache]:
         params, block, length = shared

@@ -285,7 +285,7 @@ def _choose(engine: Engine, requests: Requests, ids: Array | None, start: Array)
         """One gather, where each sum and maximum of the warp would be an all-reduce."""
         if engine.drafter_placement is None or engine.leader:
             return logits
-        return engine.drafter_placement.gathered(engine.drafter.shape, logits)
+        return engine.drafter_placement.gathered(logits)
 
     def choose(history: History | None, step: Array, logits: Array) -> tuple:
         rows = whole(logits).T[:, None]  # [B, 1, V']
@@ -430,7 +430,7 @@ def _once(wanted: Array, change: Callable[[Any], Any], state: Any) -> Any:
 
 def gathered(engine: Engine, logits: Array) -> Array:
     """The target's logits, whole on every chip."""
-    return engine.placement.gathered(engine.shape, logits) if engine.placement else logits
+    return engine.placement.gathered(logits) if engine.placement else logits
 
 
 def everywhere(engine: Engine, x: Array) -> Array:

@@ -1,17 +1,42 @@
-"""Arms of the benchmarks: greedy decoding by this project and by transformers, from the same weights."""
+"""Arms of the benchmarks: greedy decoding by this project, transformers and llama.cpp on the same weights."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from drafters.mesh import Topology
 from pipeline.core.errors import UserError
 from serving.decode import Prompt, decode
-from serving.pair import Pair
+from serving.pair import NGRAM, Pair, load_target, with_drafter
+from serving.plan import Choice
 from serving.sampling import SamplingParams
+
+ONE = Topology(name="host_1", platform="cpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What all tools do.
+
+    Attributes:
+      model: a model directory.
+      drafter: one; "" for none.
+      gguf: the same model's GGUF file, for llama.cpp; "" for none.
+      counts: drafts per round.
+      ids: the prompt.
+    """
+
+    model: str
+    drafter: str = ""
+    gguf: str = ""
+    counts: Sequence[int] = (4,)
+    ids: Sequence[int] = ()
 
 
 class Run(NamedTuple):
@@ -24,6 +49,31 @@ class Run(NamedTuple):
 Arm = Callable[[int], Run]  # answers the prompt with that many tokens
 
 
+def arms_of(tool: str, work: Work) -> dict[str, Arm]:
+    """A tool's arms: "plain", "lookup K = k" and, where there is one, "drafter K = k"."""
+    return {"draftmesh": our_arms, "transformers": their_arms, "llama.cpp": llama_arms}[tool](work)
+
+
+# --------------------------------------------------------------------------------------------------
+# This project
+# --------------------------------------------------------------------------------------------------
+
+
+def our_arms(work: Work) -> dict[str, Arm]:
+    """Plain decoding, looked-up drafts, and a drafter's."""
+    ONE.prepare()
+    target = load_target(".", ONE, work.model)
+    arms = {"plain": ours(target, work.ids)}
+    for name in filter(None, (NGRAM, work.drafter)):
+        pair = with_drafter(target, ".", ONE, Choice(drafter=name, k=max(work.counts)))
+        for k in work.counts:
+            engine = dataclasses.replace(pair.engine, k=k)
+            what = "lookup" if name == NGRAM else "drafter"
+            served = dataclasses.replace(pair, engine=engine)
+            arms[f"{what} K = {k}"] = ours(served, work.ids)
+    return arms
+
+
 def ours(pair: Pair, ids: Sequence[int]) -> Arm:
     """This project, plain or speculative as `pair` is."""
 
@@ -34,6 +84,28 @@ def ours(pair: Pair, ids: Sequence[int]) -> Arm:
         return Run(answer.tokens, answer.rounds)
 
     return run
+
+
+# --------------------------------------------------------------------------------------------------
+# transformers
+# --------------------------------------------------------------------------------------------------
+
+
+def their_arms(work: Work) -> dict[str, Arm]:
+    """Plain decoding, prompt lookup, and assisted generation."""
+    read = reader()
+    target = read(work.model)
+    arms = {"plain": theirs(target, work.ids)}
+    for k in work.counts:
+        arms[f"lookup K = {k}"] = theirs(target, work.ids, prompt_lookup_num_tokens=k)
+    for k in work.counts if work.drafter else ():
+        assistant = read(work.drafter, work.model)
+        settings = assistant.generation_config
+        settings.num_assistant_tokens = k
+        settings.num_assistant_tokens_schedule = "constant"
+        settings.assistant_confidence_threshold = 0.0
+        arms[f"drafter K = {k}"] = theirs(target, work.ids, assistant_model=assistant)
+    return arms
 
 
 def theirs(model: Any, ids: Sequence[int], **how: Any) -> Arm:
@@ -89,3 +161,76 @@ def export(model: str, destination: str, target: str = "") -> str:
     with contextlib.redirect_stdout(io.StringIO()):
         export_model([model, path, *([f"--target={target}"] if target else [])])
     return path
+
+
+# --------------------------------------------------------------------------------------------------
+# llama.cpp
+# --------------------------------------------------------------------------------------------------
+
+
+def llama_arms(work: Work) -> dict[str, Arm]:
+    """Plain decoding and prompt lookup, with the GGUF file's weights in fp32."""
+    import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/float32.gguf"
+        in_float32(work.gguf, path)
+
+        def read(**how: Any) -> Any:
+            threads = os.cpu_count()
+            return llama_cpp.Llama(
+                path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False, **how
+            )
+
+        arms = {"plain": llama(read(), work.ids)}
+        for k in work.counts:
+            lookup = LlamaPromptLookupDecoding(num_pred_tokens=k)
+            arms[f"lookup K = {k}"] = llama(read(draft_model=lookup), work.ids)
+    return arms
+
+
+def llama(model: Any, ids: Sequence[int]) -> Arm:
+    """llama.cpp through its Python package."""
+    passes, evaluate = [], model.eval
+
+    def counted(tokens: Sequence[int]) -> None:
+        passes.append(1)
+        evaluate(tokens)
+
+    model.eval = counted
+
+    def run(tokens: int) -> Run:
+        passes.clear()
+        model.reset()
+        written = model.generate(list(ids), temp=0.0, reset=False)
+        return Run(tuple(int(next(written)) for _ in range(tokens)), len(passes))
+
+    return run
+
+
+def in_float32(source: str, destination: str) -> None:
+    """Writes a GGUF file's model with every tensor in fp32."""
+    import gguf
+    from gguf.quants import dequantize
+
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(destination, architecture)
+    for field in reader.fields.values():
+        # The writer says these itself; the file's type is no longer what it was.
+        if field.name.startswith("GGUF.") or field.name in (
+            "general.architecture",
+            "general.file_type",
+            "general.quantization_version",
+        ):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -28,12 +28,11 @@ from serving.decode import Prompt, decode
 from serving.pair import Pair, load_target
 from serving.sampling import SamplingParams
 from serving.speculation import Engine, everywhere
-from tools.bench_arms import ours, reader, theirs
+from tools.bench_arms import ONE, ours, reader, theirs
 
 MODEL = "runs/smollm2/models/smollm2_135m"
 PROMPT = "def fibonacci(n):\n    "
 REDUCED_BYTES = 512 << 20
-ONE = Topology(name="host_1", platform="cpu")
 SIXTEEN = Topology(name="host_16", platform="cpu", axes=("x", "y", "z"), sizes=(2, 2, 4))
 
 

@@ -2,14 +2,19 @@
 
     python -m tools.bench peers                           looks drafts up in a text that repeats itself
     python -m tools.bench peers --drafter=DIR --k=4,7     and drafts with a model
+    python -m tools.bench peers --gguf=FILE               and beside llama.cpp, if its Python package is there
 
-The yardstick is transformers: plain, prompt lookup, and assisted by the exported drafter.
+The yardsticks are transformers (plain, prompt lookup, and assisted by the exported drafter) and llama.cpp
+(plain and prompt lookup). Each tool is a process of its own; its start-up ends with its first plain token.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.util
+import itertools
 import os
 import platform
 import statistics
@@ -20,10 +25,10 @@ from pathlib import Path
 from etils import epath
 
 from drafters.model_card import read_card, read_tokenizer
-from serving.pair import NGRAM, load_target, with_drafter
-from serving.plan import Choice
-from tools.bench_arms import Arm, Run, ours, reader, theirs
-from tools.bench_decode import MODEL, ONE
+from pipeline.core.errors import UserError
+from tools.bench_arms import Run, Work
+from tools.bench_decode import MODEL
+from tools.bench_worker import Worker, working
 
 # Text that goes on as it began: what looking drafts up is for.
 REPETITIVE = "".join(
@@ -36,6 +41,10 @@ REPETITIVE = "".join(
 )
 
 
+OURS, PEERS = "draftmesh", ("transformers", "llama.cpp")
+KINDS = ("plain", "lookup", "drafter")
+
+
 @dataclasses.dataclass(frozen=True)
 class Timed:
     """One arm's figures; seconds have one entry per repeat."""
@@ -43,6 +52,8 @@ class Timed:
     run: Run
     seconds: tuple[float, ...]
     first: tuple[float, ...]  # to the first token
+    peak_bytes: int = 0  # of the tool's process, with this arm and those before it
+    start_s: float = 0.0  # of the tool's process
 
     @property
     def rate(self) -> float:
@@ -51,90 +62,66 @@ class Timed:
 
 
 # --------------------------------------------------------------------------------------------------
-# Arms
-# --------------------------------------------------------------------------------------------------
-
-
-def our_arms(model: str, drafter: str, counts: Sequence[int], ids: Sequence[int]) -> dict[str, Arm]:
-    """Plain decoding, looked-up drafts, and a drafter's."""
-    target = load_target(".", ONE, model)
-    arms = {"plain": ours(target, ids)}
-    for name in filter(None, (NGRAM, drafter)):
-        pair = with_drafter(target, ".", ONE, Choice(drafter=name, k=max(counts)))
-        for k in counts:
-            engine = dataclasses.replace(pair.engine, k=k)
-            what = "lookup" if name == NGRAM else "drafter"
-            arms[f"{what} K = {k}"] = ours(dataclasses.replace(pair, engine=engine), ids)
-    return {f"draftmesh {name}": arm for name, arm in arms.items()}
-
-
-def their_arms(
-    model: str, drafter: str, counts: Sequence[int], ids: Sequence[int]
-) -> dict[str, Arm]:
-    """Plain decoding, prompt lookup, and assisted generation."""
-    read = reader()
-    target = read(model)
-    arms = {"plain": theirs(target, ids)}
-    for k in counts:
-        arms[f"lookup K = {k}"] = theirs(target, ids, prompt_lookup_num_tokens=k)
-    for k in counts if drafter else ():
-        assistant = read(drafter, model)
-        settings = assistant.generation_config
-        settings.num_assistant_tokens = k
-        settings.num_assistant_tokens_schedule = "constant"
-        settings.assistant_confidence_threshold = 0.0
-        arms[f"drafter K = {k}"] = theirs(target, ids, assistant_model=assistant)
-    return {f"transformers {name}": arm for name, arm in arms.items()}
-
-
-# --------------------------------------------------------------------------------------------------
 # The table
 # --------------------------------------------------------------------------------------------------
 
 
-def timed(arms: Mapping[str, Arm], tokens: int, repeats: int) -> dict[str, Timed]:
-    """Every arm, in turns, after one run that is not timed."""
-    runs = {name: (arm(1), arm(tokens))[1] for name, arm in arms.items()}
-    took: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in arms}
+def timed(workers: Mapping[str, Worker], tokens: int, repeats: int) -> dict[str, Timed]:
+    """Every arm of every tool, in turns, after one run that is not timed."""
+    found = {}
+    for tool, worker in workers.items():
+        for arm in worker.arms:
+            played = (worker.play(arm, 1), worker.play(arm, tokens))[1]
+            found[tool, arm] = Timed(played.run, (), (), played.peak_bytes)
     for _ in range(repeats):
-        for name, arm in arms.items():
-            for times, count in zip(took[name], (tokens, 1), strict=True):
-                start = time.perf_counter()
-                arm(count)
-                times.append(time.perf_counter() - start)
-    return {name: Timed(runs[name], *map(tuple, took[name])) for name in arms}
+        for (tool, arm), one in found.items():
+            whole, first = (workers[tool].play(arm, count).seconds for count in (tokens, 1))
+            found[tool, arm] = dataclasses.replace(
+                one, seconds=(*one.seconds, whole), first=(*one.first, first)
+            )
+    return {f"{tool} {arm}": one for (tool, arm), one in found.items()}
 
 
 def table(found: Mapping[str, Timed]) -> list[str]:
     """A line per arm; `x plain` is beside the same tool's own plain decoding."""
-    lines = [f"{'':28} {'tokens/s':>8} {'x plain':>8} {'first token':>12} {'tau':>5}"]
+    lines = [
+        f"{'':28} {'tokens/s':>8} {'x plain':>8} {'first token':>12} {'tau':>5} {'memory':>8} {'start':>7}"
+    ]
     for name, arm in found.items():
         plain = found[f"{name.split()[0]} plain"]
         tau = len(arm.run.tokens) / arm.run.passes
         first = 1e3 * statistics.median(arm.first)
         ratio = arm.rate / plain.rate
-        lines.append(f"{name:28} {arm.rate:8.1f} {ratio:8.2f} {first:9.0f} ms {tau:5.2f}")
+        lines.append(
+            f"{name:28} {arm.rate:8.1f} {ratio:8.2f} {first:9.0f} ms {tau:5.2f} "
+            f"{arm.peak_bytes / 1e9:5.1f} GB {arm.start_s:5.1f} s"
+        )
     return [*lines, *_verdicts(found)]
 
 
 def _verdicts(found: Mapping[str, Timed]) -> list[str]:
-    """The best arm of each kind beside the peer's best, and whether all wrote the same."""
+    """The best arm of each kind beside each peer's best, and whether all wrote the same."""
     lines = []
-    for kind in ("plain", "lookup", "drafter"):
-        best = {
-            tool: max(
-                (arm.rate for name, arm in found.items() if name.startswith(f"{tool} {kind}")),
-                default=0.0,
-            )
-            for tool in ("draftmesh", "transformers")
-        }
-        if all(best.values()):
-            ratio = best["draftmesh"] / best["transformers"]
+    for kind, peer in itertools.product(KINDS, PEERS):
+        ours, theirs = (_best(found, f"{tool} {kind}") for tool in (OURS, peer))
+        if ours and theirs:
             lines.append(
-                f"{kind:8} draftmesh at its best K / transformers at its best K: {ratio:.2f}"
+                f"{kind:8} {OURS} at its best K / {peer} at its best K: {ours / theirs:.2f}"
             )
     same = len({arm.run.tokens for arm in found.values()}) == 1
     return [*lines, f"all arms wrote the same tokens: {same}"]
+
+
+def _best(found: Mapping[str, Timed], arms: str) -> float:
+    return max((arm.rate for name, arm in found.items() if name.startswith(arms)), default=0.0)
+
+
+def _tools(gguf: str) -> list[str]:
+    if not gguf:
+        return [OURS, "transformers"]
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise UserError("--gguf is for llama.cpp: pip install llama-cpp-python, or leave it out")
+    return [OURS, *PEERS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,18 +133,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default=MODEL, help="a model directory")
     parser.add_argument("--drafter", default="", help="a model directory; none without")
+    parser.add_argument("--gguf", default="", help="the same model as a GGUF file")
     parser.add_argument("--k", default="4,7,10", help="drafts per round, several by commas")
     parser.add_argument("--prompt_file", default="", help="text to continue")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args(arguments)
-    ONE.prepare()
     text = Path(given.prompt_file).read_text("utf-8") if given.prompt_file else REPETITIVE
     ids = read_tokenizer(epath.Path(given.model), read_card(given.model)).encode(text)
-    what = (given.model, given.drafter, [int(k) for k in given.k.split(",")], ids)
+    work = Work(
+        model=given.model,
+        drafter=given.drafter,
+        gguf=given.gguf,
+        counts=[int(k) for k in given.k.split(",")],
+        ids=ids,
+    )
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, a prompt of {len(ids)} tokens", flush=True
     )
-    found = timed(our_arms(*what) | their_arms(*what), given.tokens, given.repeats)
+    with contextlib.ExitStack() as stack:
+        workers, starts = {}, {}
+        for tool in _tools(given.gguf):
+            started = time.perf_counter()
+            workers[tool] = stack.enter_context(working(tool, work))
+            workers[tool].play("plain", 1)
+            starts[tool] = time.perf_counter() - started
+        found = timed(workers, given.tokens, given.repeats)
+    for name, arm in found.items():
+        found[name] = dataclasses.replace(arm, start_s=starts[name.split()[0]])
     print("\n".join(table(found)))
     return 0

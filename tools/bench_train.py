@@ -77,7 +77,7 @@ def measure(spec: ModelSpec, run: RunDir, steps: int) -> None:
     compiled_after: list[str] = []
     try:
         state, stop = job.initial_state(), job.put_flag(False)
-        step = job.compile(state, source.next(), stop, None)
+        step = job.lower(state, source.next(), stop, None).compile()
         readings, peaks = [], [watching.measure_peak("float32")]
 
         def listen(event: str, duration_secs: float, **_: str | int) -> None:
