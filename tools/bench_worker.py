@@ -63,6 +63,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
+            self.close()
             raise UserError(f"{self._tool} ended with exit code {code}; what it said is above")
         return json.loads(line)
 

@@ -2,20 +2,28 @@
 
 from dataclasses import replace
 
+import gguf
+import jax
 import numpy as np
 import pytest
 
+from drafters.formats.gguf import GGUFFile
 from drafters.formats.huggingface import HuggingFaceFolder
+from drafters.formats.tensors import read_params
+from pipeline.core.errors import UserError
+from tests.drafters.samples import gguf_writer, write_gguf
 from tests.tools.test_import_export import SHAPE, saved
 from tools import bench_arms, bench_peers
-from tools.bench_arms import Run
+from tools.bench_arms import Run, Work
 from tools.bench_peers import Timed
+from tools.bench_worker import Played, working
 
 TRIMMED = replace(SHAPE, tied_head=False, head_vocab=4)
 
 
 def arm(tokens, passes, seconds):
-    return Timed(Run(tuple(tokens), passes), (seconds,) * 3, (seconds / 10,) * 3)
+    run = Run(tuple(tokens), passes)
+    return Timed(run, (seconds,) * 3, (seconds / 10,) * 3, peak_bytes=1_500_000_000, start_s=4.0)
 
 
 def found(**changes):
@@ -29,22 +37,13 @@ def found(**changes):
     return arms | changes
 
 
-def test_an_arm_is_beside_its_own_plain_decoding_and_the_peer_at_its_best():
-    lines = bench_peers.table(found())
-    assert lines[2].split() == [
-        "draftmesh",
-        "lookup",
-        "K",
-        "=",
-        "4",
-        "16.0",
-        "2.00",
-        "50",
-        "ms",
-        "2.00",
-    ]
-    assert lines[5].split()[-5:] == ["6.7", "1.67", "120", "ms", "2.00"]
-    assert [line.split()[-1] for line in lines[6:]] == ["2.00", "3.00", "True"]
+def test_an_arm_is_beside_its_own_plain_decoding_and_each_peer_at_its_best():
+    llama = {"llama.cpp plain": arm(range(8), 8, 0.8)}
+    lines = bench_peers.table(found(**llama))
+    assert lines[2].split()[-9:] == ["16.0", "2.00", "50", "ms", "2.00", "1.5", "GB", "4.0", "s"]
+    assert lines[5].split()[-9:-4] == ["6.7", "1.67", "120", "ms", "2.00"]
+    assert [line.split()[0] for line in lines[7:]] == ["plain", "plain", "lookup", "all"]
+    assert [line.split()[-1] for line in lines[7:]] == ["2.00", "0.80", "3.00", "True"]
 
 
 def test_other_tokens_are_told():
@@ -52,17 +51,65 @@ def test_other_tokens_are_told():
     assert bench_peers.table(other)[-1].endswith("False")
 
 
+class Fake:
+    """A worker that writes down what it is asked."""
+
+    def __init__(self, arms, played):
+        self.arms, self._played = arms, played
+
+    def play(self, name, tokens):
+        self._played.append((name, tokens))
+        return Played(Run((0,) * tokens, tokens), 1.0, 7)
+
+
 def test_every_arm_is_played_in_turns():
     played = []
+    workers = {"a": Fake(["x", "y"], played), "b": Fake(["z"], played)}
+    timed = bench_peers.timed(workers, tokens=3, repeats=2)
+    assert played[:6] == [(name, count) for name in "xyz" for count in (1, 3)]
+    assert played[6:] == [(name, count) for name in "xyz" for count in (3, 1)] * 2
+    assert list(timed) == ["a x", "a y", "b z"]
+    assert timed["a x"] == Timed(Run((0, 0, 0), 3), (1.0, 1.0), (1.0, 1.0), 7)
 
-    def made(name):
-        return lambda tokens: played.append((name, tokens)) or Run((0,) * tokens, tokens)
 
-    timed = bench_peers.timed({"a": made("a"), "b": made("b")}, tokens=3, repeats=2)
-    assert played[:4] == [("a", 1), ("a", 3), ("b", 1), ("b", 3)]
-    assert played[4:] == [("a", 3), ("a", 1), ("b", 3), ("b", 1)] * 2
-    assert timed["a"].run == Run((0, 0, 0), 3)
-    assert len(timed["b"].seconds) == len(timed["b"].first) == 2
+def test_a_worker_answers_from_a_process_of_its_own(tmp_path):
+    model = saved(tmp_path / "model", seed=1)
+    with working("draftmesh", Work(model=str(model), counts=(2,), ids=(1, 2, 3))) as worker:
+        assert worker.arms == ["plain", "lookup K = 2"]
+        plain, lookup = (worker.play(name, 5) for name in worker.arms)
+    assert len(plain.run.tokens) == plain.run.passes == 5
+    assert lookup.run.tokens == plain.run.tokens
+    assert min(plain.seconds, plain.peak_bytes) > 0
+
+
+def test_a_worker_that_cannot_begin_says_so(tmp_path):
+    with (
+        pytest.raises(UserError, match="draftmesh ended with exit code 2"),
+        working("draftmesh", Work(model=str(tmp_path / "none"))),
+    ):
+        pass
+
+
+def test_llama_cpp_must_be_there_if_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: None)
+    assert bench_peers._tools("") == ["draftmesh", "transformers"]
+    with pytest.raises(UserError, match="pip install llama-cpp-python"):
+        bench_peers._tools("model.gguf")
+
+
+def test_a_file_for_llama_cpp_is_the_same_model_in_fp32(tmp_path):
+    """Its metadata and its weights, as this project reads them."""
+    writer = gguf_writer(tmp_path / "in.gguf", "llama2", "llama", kind="Q8_0")
+    writer.add_array("test.list", ["a", "b"])
+    write_gguf(writer)
+    bench_arms.in_float32(str(tmp_path / "in.gguf"), str(tmp_path / "out.gguf"))
+    before, after = (GGUFFile(tmp_path / f"{name}.gguf") for name in ("in", "out"))
+    assert after.shape() == before.shape()
+    read = [read_params(one.shape(), "float32", one) for one in (before, after)]
+    jax.tree.map(np.testing.assert_array_equal, *read)
+    written = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert written.fields["test.list"].contents() == ["a", "b"]
+    assert {tensor.tensor_type.name for tensor in written.tensors} == {"F32"}
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
