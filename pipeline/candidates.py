@@ -8,6 +8,7 @@ for the law that puts both together.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,8 @@ from serving.plan import Choice, Times
 
 Objective = Literal["mean", "p50", "p90", "p99", "p99_gap"]
 OBJECTIVES: tuple[Objective, ...] = ("mean", "p50", "p90", "p99", "p99_gap")
+_NORMAL = 1.96  # half a 95% interval, in standard deviations
+_SMALLEST = 1e-3
 _FIELDS: Mapping[Objective, str] = {
     "mean": "ms_per_token",
     "p50": "p50_ms",
@@ -298,12 +301,25 @@ def _requests(result: Result, k: int) -> Requests:
 
 
 def _tau_spread(result: Result, k: int) -> float:
-    survival, alpha = np.asarray(result.survival[:k]), result.alpha
-    low, high = result.alpha_interval.low, result.alpha_interval.high
-    if not 0 < low <= alpha <= high < 1:
-        return 0.0
-    taus = [1 + (survival ** (np.log(a) / np.log(alpha))).sum() for a in (low, high)]
+    """Half the interval of tau, relative: that of alpha, by which conditional acceptances are bent.
+
+    One request tells no spread between requests: then it is that of its drafts, as if they were independent.
+    """
+    alpha, interval = _inside(result.alpha), result.alpha_interval
+    low, high = interval.low, interval.high
+    if result.requests < 2:
+        error = _NORMAL * math.sqrt(alpha * (1 - alpha) / max(1, result.rounds))
+        low, high = alpha - error, alpha + error
+    survival = np.asarray(result.survival[:k])
+    known = 0 < result.alpha < 1
+    powers = np.log(_inside(survival)) / np.log(alpha) if known else np.arange(1, k + 1)
+    taus = [1 + (_inside(a) ** powers).sum() for a in (low, high)]
     return float(taus[1] - taus[0]) / (2 * (1 + survival.sum()))
+
+
+def _inside(share: Any) -> Any:
+    """Away from 0 and 1, which no power changes, and no number of drafts proves."""
+    return np.clip(share, _SMALLEST, 1 - _SMALLEST)
 
 
 def value(times: Times, objective: Objective) -> float:

@@ -31,7 +31,7 @@ from pipeline.candidates import Forecast, Objective, Option, Traffic
 from pipeline.codesign_evidence import Evidence
 from pipeline.confirmation import Bench, Confirm, Confirmation
 from pipeline.core import artifacts, config
-from pipeline.core.errors import end_with
+from pipeline.core.errors import UserError, end_with
 from pipeline.core.events import EventWriter
 from pipeline.core.run_dir import RunDir
 from pipeline.corpora import CORPORA
@@ -87,12 +87,15 @@ def codesign(
     else:
         mesh = topology if confirm.candidates else None
         evidence = codesign_evidence.read(run, target, drafters, mesh, config, seed)
+    _require_room(evidence, traffic)
     with run.lock("codesign"):
         if artifacts.current(run.plan, Plan, evidence.lineage):
             say(f"{run.plan} is up to date")
+            report.restore(run)
             return
         work = _Work(run, evidence, topology, traffic, objective, confirm)
         plan = work.plan()
+        codesign_unseen.forget(run)
         if grid:
             found = codesign_unseen.survey(
                 run, evidence, work.forecast, objective, grid, topology.hbm_bytes
@@ -104,6 +107,15 @@ def codesign(
     for line in (*_table(plan), *_by_task(plan), *evidence.table, *codesign_unseen.lines(plan)):
         say(line)
     say(f"{run.plan}: {plan.verdict}. {plan.reason}")
+
+
+def _require_room(evidence: Evidence, traffic: Traffic) -> None:
+    shape = evidence.shapes.get(evidence.profile.target)
+    if shape and traffic.tokens >= shape.context:
+        raise UserError(
+            f"Traffic.tokens = {traffic.tokens} do not fit the target's context of {shape.context} tokens: "
+            "ask for shorter answers"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -288,7 +300,9 @@ def _confirmed_details(
                 "predicted_round_ms": one.loop.ms,
                 "measured_round_ms": found.round_ms(arm),
                 "measured_alpha": sum(p.accepted for p in played) / max(1, evaluated),
-                "speedup": {task: found.gain(arm, task)._asdict() for task in tasks},
+                "speedup": {
+                    task: gain._asdict() for task in tasks if (gain := found.gain(arm, task))
+                },
             }
         )
     errors = [

@@ -20,6 +20,11 @@ from serving.plan import Plan
 FILE = "next_drafters.gin"
 
 
+def forget(run: RunDir) -> None:
+    """Removes what an earlier decision proposed."""
+    (run.root / FILE).unlink(missing_ok=True)
+
+
 def survey(
     run: RunDir,
     evidence: Evidence,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+import scipy
 
 from drafters.mesh import Topology
 from pipeline.candidates import Option, Traffic
@@ -28,8 +29,7 @@ from serving.plan import Times
 from serving.sampling import SamplingParams
 
 FILE = "confirmation.json"
-_RESAMPLES = 2000
-_INTERVAL = (0.025, 0.975)
+_UPPER = 0.975  # end of a 95% interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +114,19 @@ class Confirmation(artifacts.Artifact):
             p99_gap_ms=self.round_ms(arm),
         )
 
-    def gain(self, arm: int, task: str = "") -> Gain:
-        """Plain decoding's time over this arm's, by bootstrap over pairs of answers; of one task or all."""
+    def gain(self, arm: int, task: str = "") -> Gain | None:
+        """Plain decoding's time over this arm's; of one task or all.
+
+        The interval is Student's, of the logarithms of pairs of answers, which holds for few pairs too; a
+        single one tells nothing of the noise, and is no gain (None).
+        """
         plain, other = (self._paces(one, task) for one in (0, arm))
-        rng = np.random.default_rng(0)
-        drawn = rng.integers(len(plain), size=(_RESAMPLES, len(plain)))
-        ratios = plain[drawn].sum(axis=1) / other[drawn].sum(axis=1)
-        low, high = (float(q) for q in np.quantile(ratios, _INTERVAL))
-        return Gain(float(plain.sum() / other.sum()), low, high)
+        if len(plain) < 2:
+            return None
+        value, logs = float(plain.sum() / other.sum()), np.log(plain / other)
+        error = logs.std(ddof=1) / np.sqrt(len(logs))
+        within = float(np.exp(error * scipy.special.stdtrit(len(logs) - 1, _UPPER)))
+        return Gain(value, value / within, value * within)
 
     def _paces(self, arm: int, task: str) -> np.ndarray:
         return np.concatenate([p.ms_per_token for p in self.of(arm) if task in ("", p.task)])
@@ -207,23 +212,27 @@ def _loaded(bench: Bench, options: Sequence[Option]) -> list[Pair]:
 
 
 def _prompts(bench: Bench, pair: Pair, trial: Trial) -> list[Prompt]:
-    """Requests of exactly N tokens."""
+    """Requests of exactly N tokens, in whole batches: a smaller one would be of other traffic.
+
+    Where there are too few prompts they are asked again, with other seeds.
+    """
     asked = ask(trial, pair.tokenizer, seed=0).requests[:: trial.samples]
     params = dataclasses.replace(
         trial.sampling, max_tokens=bench.traffic.tokens, stop=(), ignore_eos=True
     )
     room = pair.context - bench.traffic.tokens
-    fitting = [
-        dataclasses.replace(prompt, index=index, params=params)
-        for index, prompt in enumerate(asked)
-        if 0 < len(prompt.tokens) < room
-    ]
+    fitting = [prompt for prompt in asked if 0 < len(prompt.tokens) < room]
     if not fitting:
         raise UserError(
             f"task {trial.name!r}: no prompt leaves room for Traffic.tokens = {bench.traffic.tokens} in the "
             f"target's context of {pair.context} tokens: ask for fewer, or give shorter prompts"
         )
-    return fitting[: bench.settings.prompts]
+    batch = bench.traffic.batch
+    count = batch * -(-min(bench.settings.prompts, len(fitting)) // batch)
+    return [
+        dataclasses.replace(prompt, index=index, params=params)
+        for index, prompt in enumerate(itertools.islice(itertools.cycle(fitting), count))
+    ]
 
 
 def _warm_up(

@@ -195,6 +195,9 @@ def _gain(one: Judged, plain: Judged, objective: Objective) -> Gain:
 def tipping_points(decision: Decision, forecast: Forecast) -> dict[str, float | None]:
     """Where the decision flips: acceptance and round time of the best speculative candidate.
 
+    They are where the law says both are equal. One that lies on the wrong side of a verdict by measurement,
+    or within the noise, would contradict it, and is None.
+
     Keys:
       alpha: at which it is as good as plain decoding, all conditional acceptances bent by one power; None
         where no acceptance makes it so.
@@ -212,6 +215,8 @@ def tipping_points(decision: Decision, forecast: Forecast) -> dict[str, float | 
         level = rival.score(objective)
         found[f"{name}alpha"] = _alpha_at(best, level, objective, forecast)
         found[f"{name}round_ms"] = _round_ms(best) * level / best.score(objective)
+    if (best.score(objective) < decision.plain.score(objective)) != decision.speculates:
+        found |= {"alpha": None, "round_ms": None}
     return found
 
 
@@ -351,9 +356,9 @@ def _shown(one: Judged, decision: Decision) -> str:
 
 
 def _flips(decision: Decision, points: Mapping[str, float | None]) -> Iterator[str]:
-    if decision.best is None or "round_ms" not in points:
+    alpha, round_ms = points.get("alpha"), points.get("round_ms")
+    if decision.best is None or round_ms is None:
         return
-    alpha, round_ms = points.get("alpha"), points["round_ms"]
     side, now = ("below", "above") if decision.speculates else ("above", "below")
     first = f"its acceptance were {side} {alpha:.3f}" if alpha is not None else ""
     second = f"its round took {now} {round_ms:.2f} ms (it takes {_round_ms(decision.best):.2f})"

@@ -89,6 +89,7 @@ def evaluate(
     with run.lock("evaluate"):
         if artifacts.current(run.acceptance, Acceptance, lineage):
             say(f"{run.acceptance} is up to date")
+            report.restore(run)
             return
         topology.prepare()
         evaluator = Evaluator(
@@ -296,8 +297,8 @@ def _scores(
         try:
             if trial.metric == "pass" and not run_generated_code:
                 raise Absent(
-                    "generated code is not run; bind evaluate.run_generated_code = True, or give "
-                    "--run_generated_code, to run it in a sandbox"
+                    "generated code is not run; bind evaluate.run_generated_code = True (pipeline.evaluate "
+                    "has --run_generated_code for it) to run it in a sandbox"
                 )
             found = _score(evaluator, pieces, arm, others)
             scores |= {f"{work.drafter}/{label}": score for work, score in found.items()}

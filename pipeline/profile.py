@@ -175,6 +175,7 @@ class _Stage:
         """Measures, unless it is done."""
         if self._known is not None and self._known.steps:
             say(f"{self._run.profile} is up to date")
+            report.restore(self._run)
             return
         self._prepare()
         store = CellStore(self._run.root / "profile_cells.jsonl", self._lineage)
@@ -302,6 +303,7 @@ class _Stage:
             programs = compiled.compile_steps(plan.topology, wanted, known=known, on_program=keep)
         if before == programs:
             say(f"{self._run.profile} is up to date")
+            report.restore(self._run)
             return
         base = self._known or _nothing_measured(plan, self._lineage)
         notes = dict.fromkeys((*base.notes, *compiled.findings(programs)))

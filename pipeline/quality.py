@@ -122,5 +122,5 @@ def compared(
         plain=before,
         speculative=after,
         difference=difference,
-        verdict=statistics.verdict_of(difference),
+        verdict=statistics.verdict_of(difference, len(both)),
     )

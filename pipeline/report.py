@@ -41,6 +41,12 @@ def update(run: RunDir) -> epath.Path:
     return run.report
 
 
+def restore(run: RunDir) -> None:
+    """Renders the report where it is missing, for a stage that has nothing else to do."""
+    if not run.report.exists():
+        update(run)
+
+
 def conclude(run: RunDir) -> str:
     """At the end of a run: updates the report, and its figures in TensorBoard; the text to end with."""
     evidence = report_evidence.read(run)

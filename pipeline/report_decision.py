@@ -191,10 +191,9 @@ def _played(evidence: Evidence, one: Candidate, task: str) -> Arms | None:
     if not all(paces):
         return None
     plain, speculative = (float(np.mean(np.concatenate(each))) for each in paces)
-    gain = found.gain(arm, task)
-    said = times(gain.value)
-    if gain.low < gain.high:  # one pair of answers has no interval
-        said += f" ({gain.low:.2f} to {gain.high:.2f})"
+    said = times(plain / speculative)
+    if gain := found.gain(arm, task):
+        said = f"{times(gain.value)} ({gain.low:.2f} to {gain.high:.2f})"
     return Arms(plain, speculative, said, "measured", "measured")
 
 

@@ -16,6 +16,7 @@ from pipeline.rounds import Counts
 
 RESAMPLES = 2000
 _TAIL = 0.025  # of a 95% interval, on each side
+_FEWEST = 6  # pairs of which a sign test at 5% can tell anything
 
 
 class ByPosition(NamedTuple):
@@ -120,8 +121,11 @@ def pass_at(k: int, samples: np.ndarray, correct: np.ndarray) -> np.ndarray:
     )
 
 
-def verdict_of(difference: Interval) -> str:
-    """In words: which arm is better, of the interval of speculative - plain."""
-    if difference.low <= 0 <= difference.high:
+def verdict_of(difference: Interval, prompts: int) -> str:
+    """In words: which arm is better, of the interval of speculative - plain over so many prompts.
+
+    Of fewer than six, all may favour one arm by chance more often than once in twenty.
+    """
+    if prompts < _FEWEST or difference.low <= 0 <= difference.high:
         return "within noise"
     return "speculative is better" if difference.value > 0 else "plain is better"

@@ -58,6 +58,11 @@ class ShapeGrid:
                 raise ValueError(f"ShapeGrid.{name} must be positive numbers, at least one")
         if min(self.draft_vocabs, default=-1) < 0:
             raise ValueError(f"ShapeGrid.draft_vocabs = {self.draft_vocabs} must be at least 0")
+        if self.chip_bytes < 0 or self.suggestions < 0:
+            raise ValueError(
+                f"ShapeGrid.chip_bytes = {self.chip_bytes} and suggestions = {self.suggestions} must be at "
+                "least 0"
+            )
 
     def shapes(self, target: TransformerShape, chips: int) -> Iterator[TransformerShape]:
         """Drafters of `target` whose heads, feed-forward width and vocabulary divide over `chips`."""

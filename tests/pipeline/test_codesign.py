@@ -29,10 +29,12 @@ from pipeline.profile_artifact import (
     Round,
     Step,
 )
-from pipeline.trials import Trial
+from pipeline.trials import Asked, Trial
 from pipeline.unseen_shapes import ShapeGrid
 from serving.choosing import choice_of
+from serving.decode import Prompt
 from serving.plan import Plan
+from serving.sampling import SamplingParams
 
 PLAIN_MS = 20.0
 LINEAGE = artifacts.Lineage(config="", seed=0, versions={}, machine=artifacts.this_machine())
@@ -387,6 +389,73 @@ def test_gain_is_of_pairs_and_its_interval_holds_it():
     assert gain.low < gain.value < gain.high
     assert found.round_ms(1) == pytest.approx(25.0)
     assert found.times(0, 96).p50_ms == pytest.approx(96 * 21)
+    single = dataclasses.replace(found, played=(played(0, 0, (20.0,)), played(1, 0, (5.0,))))
+    assert single.gain(1) is None
+
+
+def test_the_interval_of_a_gain_holds_the_truth_as_often_as_it_says():
+    """Four pairs, log-normal: 400 runs, 95% within four standard errors."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        paces = 20 * np.exp(0.1 * rng.normal(size=(2, 4)))
+        played = tuple(
+            Played(
+                arm=arm, lap=0, task="code", ms_per_token=tuple(paces[arm] / (1, 2)[arm]), emitted=(96,) * 4,
+                rounds=40, round_s=1.0, accepted=1, evaluated=1,
+            )
+            for arm in (0, 1)
+        )  # fmt: skip
+        gain = Confirmation(lineage=LINEAGE, arms=("plain decoding", "x"), played=played).gain(1)
+        held += gain.low <= 2 <= gain.high
+    assert held / 400 == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 400) ** 0.5)
+
+
+def test_one_pair_of_answers_is_no_proof():
+    """Faster in a single pair, but not by more than what its acceptance may differ."""
+    shaky = dataclasses.replace(result("wide", 0.5), requests=1, rounds=10)
+    forecast = Forecast([shaky], Traffic())
+    field = decision.judged(forecast, loops([PLAIN, *rounds("wide", 1.0)], 1, 256))
+    one = next(j for j in field if j.option.k == 3 and j.option.rule == "token")
+    tau = 1 + sum(0.5**i for i in (1, 2, 3))
+    times = dataclasses.replace(one.predicted, ms_per_token=0.99 * PLAIN_MS)
+    measured = decision.with_measurement(one, forecast, times, 0.99 * tau * PLAIN_MS, None)
+    assert measured.uncertainty > 0.05
+    decided = decision.decide([field[0], measured], "mean")
+    assert not decided.speculates
+    points = decision.tipping_points(decided, forecast)
+    assert "That would change" not in decision.reason(decided, points)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.9), (0.01, 0.9), (0.1, 1.0)])
+def test_an_interval_up_to_the_edge_is_no_less_uncertain(low, high):
+    found = result("wide", 0.5)
+    wide = dataclasses.replace(
+        found, alpha_interval=dataclasses.replace(found.alpha_interval, low=low, high=high)
+    )
+    field = decision.judged(
+        Forecast([wide], Traffic()), loops([PLAIN, *rounds("wide", 1.0)], 1, 256)
+    )
+    assert all(one.uncertainty > 0.15 for one in field if one.option.k)
+
+
+def test_candidates_are_played_in_whole_batches(monkeypatch):
+    """Prompts that do not suffice are asked again, with other seeds."""
+    asked = [
+        Prompt(index=i, text="x", tokens=(1, 2), params=SamplingParams(max_tokens=9))
+        for i in range(3)
+    ]
+    monkeypatch.setattr(
+        confirmation, "ask", lambda *_, **__: Asked(prompts=(), requests=tuple(asked))
+    )
+    pair = SimpleNamespace(context=64, tokenizer=None)
+    for batch, prompts, expected in ((1, 2, 2), (4, 2, 4), (2, 3, 4), (8, 8, 8)):
+        bench = SimpleNamespace(
+            traffic=Traffic(batch=batch, tokens=16), settings=SimpleNamespace(prompts=prompts)
+        )
+        trial = SimpleNamespace(samples=1, sampling=SamplingParams(), name="code")
+        found = confirmation._prompts(bench, pair, trial)
+        assert [prompt.index for prompt in found] == list(range(expected))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -636,3 +705,16 @@ def test_settings_that_make_no_sense_are_refused():
         Traffic(tokens=0)
     with pytest.raises(ValueError, match=r"Confirm.tasks is empty"):
         Confirm(candidates=2)
+
+
+def test_what_an_earlier_decision_proposed_is_forgotten(tmp_path):
+    stale = tmp_path / "next_drafters.gin"
+    stale.write_text("of an earlier run")
+    decided(tmp_path, profile_of(PLAIN, *rounds("wide", 1.0)), result("wide", 0.8))
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("wrong", [{"chip_bytes": -5.0}, {"suggestions": -1}])
+def test_grids_of_shapes_that_make_no_sense(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(GRID, **wrong)

@@ -47,9 +47,8 @@ def checkpoint(family: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(described | changed))
     rng = np.random.default_rng(0)
     weights = safetensors.numpy.load_file(golden / "model.safetensors")
-    for name, weight in weights.items():
-        if weight.shape[0] == described["vocab_size"] and weight.ndim == 2:
-            weights[name] = 0.3 * rng.normal(size=(VOCAB, weight.shape[1])).astype(np.float32)
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & weights.keys():
+        weights[name] = 0.3 * rng.normal(size=(VOCAB, described["hidden_size"])).astype(np.float32)
     safetensors.numpy.save_file(weights, folder / "model.safetensors")
     (folder / "tokenizer.json").write_bytes(byte_level().serialize())
     return folder

@@ -211,6 +211,9 @@ def test_pass_at_k_counts_the_subsets():
 
 
 def test_a_difference_inside_noise_is_called_that():
-    assert statistics.verdict_of(Interval(value=0.1, low=-0.1, high=0.3)) == "within noise"
-    assert statistics.verdict_of(Interval(value=0.2, low=0.1, high=0.3)) == "speculative is better"
-    assert statistics.verdict_of(Interval(value=-0.2, low=-0.3, high=-0.1)) == "plain is better"
+    assert statistics.verdict_of(Interval(value=0.1, low=-0.1, high=0.3), 9) == "within noise"
+    assert (
+        statistics.verdict_of(Interval(value=0.2, low=0.1, high=0.3), 9) == "speculative is better"
+    )
+    assert statistics.verdict_of(Interval(value=-0.2, low=-0.3, high=-0.1), 9) == "plain is better"
+    assert statistics.verdict_of(Interval(value=0.2, low=0.1, high=0.3), 5) == "within noise"
