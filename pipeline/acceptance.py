@@ -22,6 +22,7 @@ Curve = Sequence[float] | np.ndarray
 KINDS = 100
 # A rest of probability that no figure printed anywhere can show.
 _NEGLIGIBLE = 1e-12
+EXACT_TOKENS = 512  # of answers whose law is walked through
 # The widest spread used, relative to that of requests that are either all or not at all accepted.
 _WIDEST = 0.95
 
@@ -115,7 +116,19 @@ class Requests:
         return Requests(weights=self.weights, survival=self.survival**power)
 
     def rounds(self, tokens: int) -> np.ndarray:
-        """P(R = r) for r = 1..N, f64[N], exactly: a walk over the tokens emitted so far."""
+        """P(R = r) for r = 1..N, f64[N]: exactly for short answers, by renewal theory for long ones."""
+        return self.exact_rounds(tokens) if tokens <= EXACT_TOKENS else self._normal_rounds(tokens)
+
+    def _normal_rounds(self, tokens: int) -> np.ndarray:
+        """Each kind's number of rounds is normal, with the moments of `renewal_rounds`."""
+        mean, variance = self._renewal(tokens)
+        sd = np.sqrt(np.maximum(variance, _NEGLIGIBLE))
+        ends = np.arange(1, tokens)[:, None] + 0.5
+        done = scipy.special.ndtr((ends - mean) / sd) @ self.weights
+        return np.maximum(np.diff(done, prepend=0.0, append=1.0), 0.0)  # rounding apart
+
+    def exact_rounds(self, tokens: int) -> np.ndarray:
+        """P(R = r) for r = 1..N, f64[N]: a walk over the tokens emitted so far, N^2 steps for every kind."""
         emits = -np.diff(np.pad(self.survival, ((0, 0), (1, 1)), constant_values=(1.0, 0.0)))
         walk = np.zeros((len(self.weights), tokens))  # P(so many emitted, not done), per kind
         walk[:, 0] = 1.0
@@ -130,15 +143,19 @@ class Requests:
         return np.pad(-np.diff(unfinished), (0, tokens + 1 - len(unfinished)))
 
     def renewal_rounds(self, tokens: int) -> tuple[float, float]:
-        """Mean and variance of R from renewal theory, good for N >= 64; see `rounds` for the exact law.
+        """Mean and variance of R from renewal theory, good for N >= 64; see `exact_rounds` for the law.
 
         Within a request E[R] = N/tau + E[G^2]/(2 tau^2) - 1/(2 tau) and Var R = N Var(G)/tau^3.
         """
-        tau, square = self._taus(), self._squares()
-        means = tokens / tau + square / (2 * tau**2) - 1 / (2 * tau)
-        within = tokens * (square - tau**2) / tau**3
+        means, within = self._renewal(tokens)
         mean = float(self.weights @ means)
         return mean, float(self.weights @ (within + (means - mean) ** 2))
+
+    def _renewal(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance of R of each kind, f64[M]."""
+        tau, square = self._taus(), self._squares()
+        means = tokens / tau + square / (2 * tau**2) - 1 / (2 * tau)
+        return means, tokens * (square - tau**2) / tau**3
 
     def _taus(self) -> np.ndarray:
         return 1 + self.survival.sum(axis=1)

@@ -28,6 +28,7 @@ Objective = Literal["mean", "p50", "p90", "p99", "p99_gap"]
 OBJECTIVES: tuple[Objective, ...] = ("mean", "p50", "p90", "p99", "p99_gap")
 _NORMAL = 1.96  # half a 95% interval, in standard deviations
 _SMALLEST = 1e-3
+_MOST_TOKENS = 1_000_000  # of an answer whose law is worked out
 _FIELDS: Mapping[Objective, str] = {
     "mean": "ms_per_token",
     "p50": "p50_ms",
@@ -65,6 +66,8 @@ class Traffic:
         for name in ("tokens", "batch", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Traffic.{name} must be positive, not {getattr(self, name)}")
+        if self.tokens > _MOST_TOKENS:
+            raise ValueError(f"Traffic.tokens = {self.tokens} must be at most {_MOST_TOKENS}")
 
 
 class Option(NamedTuple):

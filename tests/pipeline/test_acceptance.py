@@ -78,10 +78,24 @@ def test_spread_of_requests_that_are_alike(alpha, sds):
 def test_renewal_theory_agrees_with_the_walk(tokens, sd):
     requests = Requests.spread([0.8, 0.7, 0.5, 0.45], sd)
     mean, variance = requests.renewal_rounds(tokens)
-    law = TimeLaw(rounds=requests.rounds(tokens), round_ms=1.0)
+    law = TimeLaw(rounds=requests.exact_rounds(tokens), round_ms=1.0)
     assert law.rounds.sum() == pytest.approx(1, abs=1e-9)
     assert mean == pytest.approx(law.mean_ms, rel=2e-4)
     assert np.sqrt(variance) == pytest.approx(law.sd_ms, rel=0.02)
+
+
+@pytest.mark.parametrize("survival", [(0.8, 0.7, 0.5, 0.45), (0.02, 0.001), (1.0, 1.0)])
+@pytest.mark.parametrize("sd", [0.0, 0.06])
+def test_long_answers_have_the_law_of_the_walk_without_its_cost(survival, sd):
+    requests, tokens = Requests.spread(survival, sd), 600
+    exact = TimeLaw(rounds=requests.exact_rounds(tokens), round_ms=1.0)
+    quick = TimeLaw(rounds=requests.rounds(tokens), round_ms=1.0)
+    assert quick.rounds.min() >= 0
+    assert quick.rounds.sum() == pytest.approx(1, abs=1e-9)
+    assert quick.mean_ms == pytest.approx(exact.mean_ms, rel=1e-3)
+    for level in (0.5, 0.9, 0.99):
+        assert quick.quantile_ms(level) == pytest.approx(exact.quantile_ms(level), rel=5e-3)
+    assert len(requests.rounds(100_000)) == 100_000
 
 
 @pytest.mark.parametrize(("mean", "sd", "table"), [(0.755, 0.03, XSUM), (0.8845, 0.09, HUMANEVAL)])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pipeline import replay
-from pipeline.codesign import codesign
-from pipeline.core import artifacts
+from pipeline.codesign import SETTINGS, codesign
+from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import RunDir
 from pipeline.published_latency import (
@@ -32,7 +32,10 @@ def _quiet():
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Plan:
     run = RunDir.at(tmp_path_factory.mktemp("chinchilla"))
-    codesign(run_dir=str(run.root), published="chen_2023")
+    configured = config.load(
+        codesign, SETTINGS, files=["chinchilla.gin"], supplied={"run_dir": str(run.root)}
+    )
+    configured.stage(config=configured.config_str)
     return artifacts.read(run.plan, Plan)
 
 
