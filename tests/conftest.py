@@ -19,6 +19,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # "strict" refuses. Model and sampling tests ask for the `strict_dtypes` fixture instead.
 
 
+def pytest_collection_modifyitems(items):
+    """The whole pipeline first: it takes longest, and nobody shall wait for it alone at the end."""
+    items.sort(key=lambda item: item.path.name != "test_end_to_end.py")
+
+
 @pytest.fixture
 def strict_dtypes():
     """Refuses implicit dtype promotion, such as bfloat16 * float32, while the test runs."""

@@ -6,5 +6,5 @@ source tools/make_venv.sh test
 ruff check .
 ruff format --check .
 pyright
-# Two workers, whole files each, so that fixtures of a module are built once.
-pytest --numprocesses=2 --dist=loadfile "$@"
+# Two workers, whole files each, so that fixtures of a module are built once; the longest begins first.
+pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
