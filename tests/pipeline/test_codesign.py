@@ -718,3 +718,17 @@ def test_what_an_earlier_decision_proposed_is_forgotten(tmp_path):
 def test_grids_of_shapes_that_make_no_sense(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dataclasses.replace(GRID, **wrong)
+
+
+def test_answers_longer_than_the_context_are_refused(tmp_path):
+    """Before anything is worked out: 100 million tokens would take hours."""
+    shape = dataclasses.replace(SHAPE, context=512)
+    profile = with_latency("wide")
+    steps = tuple(dataclasses.replace(s, shape=artifacts.to_json(shape)) for s in profile.steps)
+    profile = dataclasses.replace(profile, steps=steps)
+    with pytest.raises(
+        UserError, match=r"Traffic.tokens = 512 do not fit the target's context of 512"
+    ):
+        decided(tmp_path, profile, result("wide", 0.85), traffic=Traffic(tokens=512))
+    with pytest.raises(ValueError, match="at most 1000000"):
+        Traffic(tokens=100_000_000)

@@ -369,6 +369,17 @@ def test_a_report_that_would_not_change_is_left_alone(tmp_path):
     assert run.report.read_bytes() != first
 
 
+def test_a_report_that_is_missing_is_rendered_by_whoever_has_nothing_else_to_do(tmp_path):
+    run = RunDir.at(tmp_path)
+    report.restore(run)
+    run.report.write_text("as it was")
+    report.restore(run)
+    assert run.report.read_text() == "as it was"
+    run.report.unlink()
+    report.restore(run)
+    assert "as it was" not in run.report.read_text()
+
+
 def test_a_stage_of_a_run_leaves_the_report_to_it(tmp_path, monkeypatch):
     run = example.write_all(tmp_path)
     monkeypatch.setenv(REPORT_LATER, "1")
