@@ -27,6 +27,7 @@ from pipeline import compile_targets
 from pipeline.core import artifacts
 from pipeline.core.errors import EXIT_USER_ERROR, UserError
 from pipeline.profile_artifact import CompiledProgram
+from pipeline.run_children import ending_with_parent
 from pipeline.watching import say
 
 # Programs compiled at once. The compiler is single-threaded for half of its time.
@@ -303,11 +304,13 @@ def _only_one() -> Iterator[None]:
 
 def _ask_child(request: Request) -> Iterator[CompiledProgram]:
     pipe = subprocess.PIPE
+    # It compiles for minutes, and would go on when nobody reads that any more.
+    command = ending_with_parent(_COMMAND)
     with (
         _only_one(),
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
-            _COMMAND, stdin=pipe, stdout=pipe, stderr=log, text=True, env=_child_environment()
+            command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=_child_environment()
         ) as child,
     ):
         assert child.stdin is not None

@@ -60,7 +60,7 @@ class Children:
         """
         environment = {**_LARGE_PAGES, **os.environ, REPORT_LATER: "1"}
         self._child = subprocess.Popen(
-            _ending_with_parent(command), process_group=0, env=environment
+            ending_with_parent(command), process_group=0, env=environment
         )
         if self.received:  # it came before there was anyone to pass it to
             self._child.send_signal(self.received)
@@ -76,7 +76,7 @@ class Children:
             self._child.send_signal(number)
 
 
-def _ending_with_parent(command: Sequence[str]) -> list[str]:
+def ending_with_parent(command: Sequence[str]) -> list[str]:
     """The command, which gets SIGTERM when this process is gone; only Linux tells it."""
     if sys.platform != "linux":
         return list(command)

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,12 +34,9 @@ from pipeline.profile_artifact import CompiledProgram
 from serving import speculation
 from serving.speculation import Engine, Weights
 
-_PARENT_S = 1.0  # between looks at whether the parent is there
-
 
 def main() -> int:
     """Compiles what stdin asks for; the programs go to stdout, what libraries say to stderr."""
-    _end_with(os.getppid())
     request = artifacts.from_json(json.load(sys.stdin), Request)
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # the compiler writes to stdout too
@@ -48,17 +44,6 @@ def main() -> int:
             answers.write(json.dumps(artifacts.to_json(program)) + "\n")
             answers.flush()
     return 0
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process once `parent` is gone: nobody would read what it compiles for minutes."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _compile_all(request: Request) -> Iterator[CompiledProgram]:

@@ -3,9 +3,12 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import select
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import pytest
@@ -18,6 +21,7 @@ from pipeline.core import artifacts
 from pipeline.core.errors import UserError
 from pipeline.profile_artifact import CompiledProgram
 
+ROOT = Path(__file__).resolve().parents[2]
 V4 = Topology(
     name="tpu_v4_2x2x4",
     platform="tpu",
@@ -245,18 +249,24 @@ def test_a_program_that_is_refused_is_told_by_its_size():
         tpu_compiler.compile_if_it_fits(refused, arguments)
 
 
-def test_the_compiler_ends_with_the_process_that_asked_it():
+def test_the_compiler_ends_with_the_process_that_asked_it(tmp_path):
     """Killed without a chance to say so."""
-    child = "import os, time; from pipeline import tpu_compiler as t; t._end_with(os.getppid())"
-    child += "; print(os.getpid(), flush=True); time.sleep(600)"
-    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    asked = subprocess.Popen(
-        [sys.executable, "-c", parent, child], stdout=subprocess.PIPE, text=True
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    child = f"import time; held = open({str(fifo)!r}, 'w'); held.write('x'); held.flush(); time.sleep(600)"
+    parent = (
+        "import sys; from pipeline import compiled; from tests.pipeline.test_compiled import V4; "
+        "compiled._COMMAND = (sys.executable, '-c', sys.argv[1]); "
+        "list(compiled._ask_child(compiled.Request(topology=V4, programs=())))"
     )
-    assert int(asked.stdout.readline()) != asked.pid
-    asked.kill()
-    # The pipe closes once nobody holds it, neither parent nor child.
-    assert asked.communicate(timeout=60)[0] == ""
+    asked = subprocess.Popen([sys.executable, "-c", parent, child], cwd=ROOT)
+    with fifo.open() as held:
+        assert held.read(1) == "x"
+        asked.kill()
+        # The end of the file comes once the child, who alone can write to it, is gone.
+        assert select.select([held], [], [], 60)[0]
+        assert held.read() == ""
+    assert asked.wait() != 0
 
 
 @has_compiler
