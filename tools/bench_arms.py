@@ -8,6 +8,7 @@ import io
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafters.mesh import Topology
@@ -47,6 +48,13 @@ class Run(NamedTuple):
 
 
 Arm = Callable[[int], Run]  # answers the prompt with that many tokens
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has held so far."""
+    # Not getrusage: what a process was before exec, such as the whole benchmark, counts there.
+    status = Path("/proc/self/status").read_text("utf-8")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def arms_of(tool: str, work: Work) -> dict[str, Arm]:

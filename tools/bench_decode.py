@@ -28,7 +28,7 @@ from serving.decode import Prompt, decode
 from serving.pair import Pair, load_target
 from serving.sampling import SamplingParams
 from serving.speculation import Engine, everywhere
-from tools.bench_arms import ONE, ours, reader, theirs
+from tools.bench_arms import ONE, ours, peak_bytes, reader, theirs
 
 MODEL = "runs/smollm2/models/smollm2_135m"
 PROMPT = "def fibonacci(n):\n    "
@@ -193,9 +193,7 @@ def one_token(model: str) -> str:
     boot = float(Path("/proc/uptime").read_text().split()[0])
     started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     took = boot - started / os.sysconf("SC_CLK_TCK")
-    # Not getrusage: what a process was before exec, here the whole benchmark, counts there.
-    status = Path("/proc/self/status").read_text()
-    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    peak = peak_bytes()
     weights = pair.engine.shape.weight_bytes(pair.engine.dtype)
     cache = pair.engine.shape.cache_bytes_per_token(pair.engine.dtype) * 384
     bound = 1.3 * weights + cache + 400e6

@@ -14,11 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.core.errors import UserError, run_cli
-from tools.bench_arms import Arm, Run, Work, arms_of
+from tools.bench_arms import Arm, Run, Work, arms_of, peak_bytes
 
 
 class Played(NamedTuple):
@@ -101,12 +100,7 @@ def _answers(arms: Mapping[str, Arm], questions: Iterator[Mapping[str, Any]]) ->
         started = time.perf_counter()
         run = arms[question["arm"]](question["tokens"])
         seconds = time.perf_counter() - started
-        yield {**run._asdict(), "seconds": seconds, "peak_bytes": _peak_bytes()}
-
-
-def _peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+        yield {**run._asdict(), "seconds": seconds, "peak_bytes": peak_bytes()}
 
 
 if __name__ == "__main__":
