@@ -196,6 +196,7 @@ class _Work:
                 found.times(arm, self.traffic.tokens),
                 found.round_ms(arm),
                 found.gain(arm) if arm else None,
+                self.timed[one.option].ms,
             )
             for arm, one in enumerate(arms)
         }

@@ -366,13 +366,28 @@ def _flips(decision: Decision, points: Mapping[str, float | None]) -> Iterator[s
 
 
 def with_measurement(
-    one: Judged, forecast: Forecast, times: Times, round_ms: float, gain: Gain | None
+    one: Judged,
+    forecast: Forecast,
+    times: Times,
+    round_ms: float,
+    gain: Gain | None,
+    longest_ms: float = 0.0,
 ) -> Judged:
-    """The candidate with a real run."""
+    """The candidate with a real run.
+
+    Args:
+      one, forecast: the candidate, and what predicts it.
+      times, round_ms, gain: what was measured.
+      longest_ms: by the profile, of a round with drafts where others have none. A run tells the mean round
+        alone, so that the rarer gaps between tokens are then predicted, and not measured.
+    """
+    longest_ms *= round_ms / one.loop.ms
+    if longest_ms > round_ms:
+        times = dataclasses.replace(times, p99_gap_ms=None)
     return dataclasses.replace(
         one,
         measured=times,
         measured_round_ms=round_ms,
         measured_gain=gain,
-        refined=forecast.times(one.option, round_ms),
+        refined=forecast.times(one.option, round_ms, longest_ms),
     )

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-
-from tqdm import tqdm
 
 from drafters import model_card
 from drafters.compilation import keep_programs
@@ -22,6 +19,7 @@ from pipeline import acceptance_tables, quality, report, sandbox
 from pipeline.acceptance_artifact import Acceptance, Score, Skipped
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, end_with
+from pipeline.core.progress import progress_bar
 from pipeline.core.run_dir import RunDir
 from pipeline.corpora import CORPORA, Absent
 from pipeline.evaluation import PLAIN, Evaluator, Piece, Work
@@ -254,9 +252,8 @@ def _play(evaluator: Evaluator, works: Sequence[Work]) -> dict[Work, Piece]:
     missing = [work for work in works if found[work] is None]
     if kept := len(works) - len(missing):
         say(f"{kept} of {len(works)} pieces are there already")
-    shown = sys.stderr.isatty()
     total = sum(len(evaluator.asked(work).requests) for work in missing)
-    with tqdm(total=total, unit="answer", disable=not shown, dynamic_ncols=True) as bar:
+    with progress_bar(total=total, unit="answer") as bar:
         for work in missing:
             bar.set_description(work.label)
             piece = evaluator.do(work, bar.update)

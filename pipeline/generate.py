@@ -26,7 +26,8 @@ from pipeline.corpora import CORPORA
 from pipeline.generated import Generation
 from pipeline.generation import answers_of
 from pipeline.tasks import TASKS
-from pipeline.trials import Trial, ask
+from pipeline.tasks import Prompt as Question
+from pipeline.trials import Asked, Trial, ask
 from pipeline.watching import say
 from serving.decode import Prompt
 from serving.pair import Pair, load_target, model_folder
@@ -47,7 +48,7 @@ def generate(
 
     Args:
       run_dir: where the target is and text goes.
-      tasks: what is answered, and how it is sampled; one answer each, whatever their `samples`.
+      tasks: what is answered, and how it is sampled; more `samples` later on are added to what is there.
       target: a model of the run directory, or a path to a model directory.
       topology: where to run.
       batch_size: answers that are generated together.
@@ -59,10 +60,10 @@ def generate(
     folder = model_folder(run_dir, target)
     card = model_card.read_card(folder)
     tokenizer = model_card.read_tokenizer(folder, card)
-    asked = {trial: ask(dataclasses.replace(trial, samples=1), tokenizer, seed) for trial in tasks}
+    asked = {trial: _questions(trial, ask(trial, tokenizer, seed)) for trial in tasks}
     for trial, questions in asked.items():
         tokens = trial.sampling.max_tokens
-        say(f"{trial.label}: {len(questions.requests)} prompts, up to {tokens} tokens each")
+        say(f"{trial.label}: {len(questions)} answers of up to {tokens} tokens each")
     if dry_run:
         return
     with run.lock("generate"):
@@ -72,15 +73,25 @@ def generate(
         for trial, questions in asked.items():
             place = run.root / "generated" / trial.name
             _claim(place, trial, card.weights_hash, seed)
-            prompts = dict(zip([p.id for p in questions.prompts], questions.requests, strict=True))
+            requests = {prompt.id: request for prompt, request in questions}
             made = generated.generate(
-                questions.prompts,
-                lambda ids, prompts=prompts: _answers(pair(), [prompts[i] for i in ids], job),
+                [prompt for prompt, _ in questions],
+                lambda ids, requests=requests: _answers(pair(), [requests[i] for i in ids], job),
                 place,
                 batch_size=batch_size,
                 chat=trial.chat,
             )
-            say(f"{place}: {made} answers, {len(prompts) - made} were there already")
+            say(f"{place}: {made} answers, {len(requests) - made} were there already")
+
+
+def _questions(trial: Trial, asked: Asked) -> list[tuple[Question, Prompt]]:
+    """Every sample as a prompt with an id of its own, that of the first being the prompt's."""
+    prompts = [
+        prompt._replace(id=f"{prompt.id}#{sample}") if sample else prompt
+        for prompt in asked.prompts
+        for sample in range(trial.samples)
+    ]
+    return list(zip(prompts, asked.requests, strict=True))
 
 
 def _check(tasks: Sequence[Trial], batch_size: int) -> None:

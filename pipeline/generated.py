@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import tqdm
 from etils import epath
 
+from pipeline.core.progress import progress_bar
 from pipeline.core.run_dir import atomic_write
 from pipeline.corpora import (
     Document,
@@ -61,7 +61,7 @@ def generate(
       folder: keeps the answers.
       batch_size: prompts per call and file.
       chat: whether they are asked as messages of a conversation.
-      progress: show a bar.
+      progress: show how far it is.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, not {batch_size}")
@@ -72,7 +72,7 @@ def generate(
     first = int(files[-1].stem) + 1 if files else 0
     starts = range(0, len(missing), batch_size)
     for number, start in enumerate(
-        tqdm.tqdm(starts, "generate", disable=None if progress else True)
+        progress_bar(starts, unit="batch", description="generate", shown=progress)
     ):
         asked = missing[start : start + batch_size]
         answers = generator([prompt.id for prompt in asked])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from pipeline.collectives import CollectiveGrid
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError, end_with
 from pipeline.core.events import EventWriter
+from pipeline.core.progress import progress_bar
 from pipeline.core.run_dir import RunDir, explain_os_errors
 from pipeline.latency import Machine
 from pipeline.noise import NoiseMeter
@@ -199,7 +199,7 @@ class _Stage:
         dtype = plan.topology.serving_dtype
         wanted = collective_times.cells(plan.topology, self._grid, dtype)
         total = len(wanted) + len(cells) + len(plan.rounds())
-        with tqdm(total=total, unit="cell", disable=not sys.stderr.isatty()) as bar:
+        with progress_bar(total=total, unit="cell") as bar:
             found = self._collectives(store, meter, dtype, bar)
             alone = found.collectives
             mesh = peaks.profiled(plan.topology)
@@ -294,7 +294,7 @@ class _Stage:
         ]
         before = self._known.compiled if self._known else ()
         known = (*before, *filter(None, kept))
-        with tqdm(total=len(wanted), unit="program", disable=not sys.stderr.isatty()) as bar:
+        with progress_bar(total=len(wanted), unit="program") as bar:
 
             def keep(program: CompiledProgram) -> None:
                 store.put(compiled.key_of(program), program)

@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
-import tqdm
 from etils import epath
+from tqdm import tqdm
 
 from pipeline.core.errors import UserError
+from pipeline.core.progress import progress_bar
 from pipeline.core.run_dir import atomic_directory, claim, explain_os_errors, is_bucket
 
 Batch = Mapping[str, np.ndarray]
@@ -137,7 +138,7 @@ class TeacherCache:
           batches_from: the stream from a step on, this process's rows.
           top_k: what the target says about a batch.
           rows: of the global batch, those of this process; None for all.
-          progress: show a bar.
+          progress: show how far it is.
 
         Raises:
           UserError: the disk is full, or the folder is of another content.
@@ -146,8 +147,8 @@ class TeacherCache:
         rows = rows or slice(0, self.content.batch_size)
         size = self.content.shard_steps
         missing = [s for s in range(-(-steps // size)) if not self._part_folder(s, rows).exists()]
-        bar = tqdm.tqdm(
-            total=len(missing) * size, desc="teacher cache", disable=None if progress else True
+        bar = progress_bar(
+            total=len(missing) * size, unit="batch", description="teacher cache", shown=progress
         )
         batches, at = iter(()), -1
         with bar:
@@ -204,7 +205,7 @@ class TeacherCache:
         return self.folder / f"{shard:05d}" / f"{rows.start:05d}-{rows.stop:05d}"
 
     def _write(
-        self, folder: epath.Path, batches: Iterator[Batch], top_k: TopKOf, bar: tqdm.tqdm
+        self, folder: epath.Path, batches: Iterator[Batch], top_k: TopKOf, bar: tqdm
     ) -> None:
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _ARRAYS}
         for batch in batches:

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import tqdm
 from etils import epath
 
 from drafters import chat
 from drafters.tokenizers import Tokenizer
 from pipeline.core import artifacts
 from pipeline.core.errors import UserError
+from pipeline.core.progress import progress_bar
 from pipeline.core.run_dir import atomic_directory, atomic_open, explain_os_errors
 from pipeline.corpora import Corpus, Document, Segment
 
@@ -287,9 +287,8 @@ class _Writer:
         self, corpus: Corpus, root: epath.Path, shard_documents: int, progress: bool
     ) -> list[_Tally]:
         """Writes the shards that are missing; sizes of all."""
-        hidden = None if progress else True  # None: shown on terminals only
-        documents = tqdm.tqdm(
-            corpus.documents(), f"tokenise {corpus.name}", unit=" texts", disable=hidden
+        documents = progress_bar(
+            corpus.documents(), unit="text", description=f"tokenise {corpus.name}", shown=progress
         )
         tallies = []
         for shard, group in enumerate(_batched(documents, shard_documents)):

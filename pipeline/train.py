@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -360,7 +359,7 @@ class _Session:
             lambda first: self.text.batches(spec.batch, first, share),
             lambda batch: _local(answer(job.put(batch))),
             rows_of(spec.batch, share),
-            progress=self.member.leads and sys.stderr.isatty(),
+            progress=self.member.leads,
         )
         return CachedFeed(text=self.text, cache=cache, count=spec.taught_batches)
 

@@ -20,7 +20,7 @@ def choice_of(run_dir: str, target: str, configured: Choice | None, k: int | Non
       k: the command line's number of drafts, which overrides either.
 
     Raises:
-      UserError: neither names a drafter, and k is not 0; the plan is of other models.
+      UserError: neither names a drafter, and k is not 0; the plan is of other models, or not to speculate.
     """
     if configured is None:
         configured = _planned(run_dir, target, k)
@@ -53,6 +53,11 @@ def _planned(run_dir: str, target: str, k: int | None) -> Choice:
         )
     plan = artifacts.read(path, Plan)
     _require_same_models(run_dir, target, plan)
+    if k and not plan.drafter:
+        raise UserError(
+            f"--k={k}: {path} says not to speculate. To draft all the same, name a drafter: "
+            "--gin.sps.choice=@Choice() --gin.Choice.drafter=\"'ngram'\", or a model of the run directory"
+        )
     leader = plan.placement == "leader"
     copy = 1 if leader else plan.chips_per_copy
     try:

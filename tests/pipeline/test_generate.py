@@ -53,6 +53,17 @@ def test_a_file_that_was_lost_is_written_again_alike(run_dir):
     assert sorted(map(str, rows(run_dir))) == sorted(map(str, first))
 
 
+def test_more_samples_are_added(run_dir):
+    ask(run_dir)
+    first = rows(run_dir)
+    ask(run_dir, tasks=(dataclasses.replace(TRIAL, samples=3),))
+    added = rows(run_dir)[len(first) :]
+    assert rows(run_dir)[: len(first)] == first
+    ids = [prompt.id for prompt in TRIAL.task.prompts()]
+    assert [row["id"] for row in added] == [f"{one}#{sample}" for one in ids for sample in (1, 2)]
+    assert len({row["text"] for row in added}) > len(first)
+
+
 def test_text_of_other_settings_is_refused(run_dir):
     ask(run_dir)
     warmer = dataclasses.replace(TRIAL, sampling=SamplingParams(temperature=1.0, max_tokens=12))

@@ -200,8 +200,6 @@ TIMES = Times(ms_per_token=1.0, p50_ms=1.0, p90_ms=1.0, p99_ms=1.0)
 def write_plan(folder, **changes):
     plan = Plan(
         lineage=Lineage(config="", seed=0, versions={}, **changes.pop("lineage", {})),
-        verdict="speculate",
-        drafter="ngram",
         k=changes.pop("k", 3),
         rule="token",
         placement="sharded",
@@ -214,7 +212,7 @@ def write_plan(folder, **changes):
         training_cost=None,
         candidates=(),
         reason="",
-        **{"target": "target", **changes},
+        **{"target": "target", "verdict": "speculate", "drafter": "ngram", **changes},
     )
     artifacts.write(folder / "plan.json", plan)
 
@@ -228,6 +226,13 @@ def test_a_plan_is_followed_if_it_is_of_these_models(run_dir, tmp_path):
         drafter="ngram", k=3, chips_per_copy=1
     )
     assert choice_of(str(tmp_path), "target", None, 0) == Choice(k=0)
+    unpaying = {"verdict": "do_not_speculate", "drafter": "", "k": 0}
+    write_plan(tmp_path, lineage={"weights_hash": {"target": found}}, **unpaying)
+    assert choice_of(str(tmp_path), "target", None, None).k == 0
+    with pytest.raises(
+        UserError, match=r"--k=2: .*plan.json says not to speculate.*Choice.drafter"
+    ):
+        choice_of(str(tmp_path), "target", None, 2)
     write_plan(tmp_path, lineage={"weights_hash": {"target": "older"}})
     with pytest.raises(UserError, match=r"weights_hash.*'older'.*run python -m pipeline.codesign"):
         choice_of(str(tmp_path), "target", None, None)
