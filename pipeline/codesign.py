@@ -72,11 +72,12 @@ def codesign(
         percentile of the time between tokens.
       confirm: which candidates are run for real.
       grid: shapes that are not trained yet, to find those worth training.
-      published: decide from a paper's numbers instead of the run directory's.
+      published: decide from a paper's numbers, of its own models, instead of the run directory's.
       seed: for lineage; nothing here is drawn at random but bootstrap samples, from a fixed seed.
       config: the text of this config, for lineage.
       dry_run: check, print the plan and stop.
     """
+    _require_own_models(published, drafters, confirm)
     run = RunDir.at(run_dir)
     if dry_run:
         for line in _outlook(run, target, drafters, traffic, objective, confirm, published):
@@ -107,6 +108,14 @@ def codesign(
     for line in (*_table(plan), *_by_task(plan), *evidence.table, *codesign_unseen.lines(plan)):
         say(line)
     say(f"{run.plan}: {plan.verdict}. {plan.reason}")
+
+
+def _require_own_models(published: str, drafters: tuple[str, ...], confirm: Confirm) -> None:
+    if published and (drafters or confirm.candidates):
+        raise UserError(
+            f"codesign.published = {published!r} decides from printed numbers, of models that cannot be run "
+            "here: leave codesign.drafters and codesign.confirm away"
+        )
 
 
 def _require_room(evidence: Evidence, traffic: Traffic) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from pipeline import replay
 from pipeline.codesign import SETTINGS, codesign
+from pipeline.confirmation import Confirm
 from pipeline.core import artifacts, config
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import RunDir
@@ -17,6 +18,8 @@ from pipeline.published_latency import (
     Decomposition,
     equal_size_drafters,
 )
+from pipeline.tasks import JsonlPrompts
+from pipeline.trials import Trial
 from serving.plan import Plan
 
 
@@ -149,3 +152,15 @@ def test_the_plan_says_where_it_comes_from(plan):
 def test_an_unknown_paper_is_refused(tmp_path):
     with pytest.raises(UserError, match="'chen_2024' must be 'chen_2023'"):
         codesign(run_dir=str(tmp_path), published="chen_2024")  # pyright: ignore[reportArgumentType]
+
+
+ASKED = Trial(task=JsonlPrompts(name="asked", path="asked.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"drafters": ("wide",)}, {"confirm": Confirm(candidates=1, tasks=(ASKED,))}]
+)
+def test_what_a_paper_cannot_honour_is_refused(settings, tmp_path):
+    with pytest.raises(UserError, match=r"printed numbers.*leave codesign.drafters and .*confirm"):
+        codesign(run_dir=str(tmp_path), published="chen_2023", **settings)
+    assert not RunDir.at(tmp_path).plan.exists()
