@@ -8,6 +8,7 @@ nothing imports jax, so that a plan can be printed before a device is touched.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -69,23 +70,48 @@ class Collectives(NamedTuple):
     logits: int  # one all-gather of [V, B, T]
 
 
+class _Heads(NamedTuple):
+    repeats: int  # of every key/value head
+    groups: int
+    per_group: int  # query heads
+
+    @property
+    def rows(self) -> int:
+        """Heads to be multiplied: queries, key and value."""
+        return self.groups * (self.per_group + 2)
+
+
 class Layout(NamedTuple):
-    """How a shape lies on `chips` chips (Megatron tensor parallelism), decided by divisibility alone."""
+    """How a shape lies on `chips` chips (Megatron tensor parallelism), decided by sizes alone."""
 
     chips: int
-    kv_repeats: int  # copies of each key/value head, so that every chip holds a whole group
+    kv_repeats: int  # copies of each key/value head, so that more chips hold a whole group
+    kv_heads: int  # with copies and groups of zeros
+    queries_per_group: int  # of the copies
+    zero_heads: (
+        int  # query heads that were added: their weights are zeros, and so is what they give
+    )
     shard_attention: bool
     shard_mlp: bool
     shard_embedding: bool
     shard_head: bool
+
+    @property
+    def changes_heads(self) -> bool:
+        """Whether attention is stored with other heads than the model has."""
+        return self.kv_repeats > 1 or self.zero_heads > 0
 
     def notes(self) -> list[str]:
         """What a person should know about this layout, one sentence each; empty for the plain case."""
         said = []
         if self.kv_repeats > 1:
             said.append(f"key/value heads are replicated {self.kv_repeats} times")
+        if self.zero_heads:
+            said.append(
+                f"{self.zero_heads} query heads of zeros are added to divide over {self.chips} chips"
+            )
         for sharded, what in (
-            (self.shard_attention, "attention: its heads do"),
+            (self.shard_attention, "attention: its few heads do"),
             (self.shard_mlp, "the MLP: its width does"),
             (self.shard_embedding, "the embedding: the vocabulary does"),
             (self.shard_head, "the head: its vocabulary does"),
@@ -235,31 +261,43 @@ class TransformerShape:
     def layout(self, chips: int) -> Layout:
         """How this shape lies on `chips` chips.
 
-        Key/value heads are repeated until they divide, if the query heads do. Where query heads do not
-        divide, every chip holds all of attention; so with the MLP and the vocabulary.
+        Key/value heads are repeated and heads of zeros added until they divide, in the way that leaves a chip
+        the least. An all-reduce for less than half the work does not pay: then every chip holds all of
+        attention, as it does of an MLP or a vocabulary that do not divide.
         """
-        groups, heads = self.num_kv_heads, self.num_heads
-        repeats = next(
-            (
-                r
-                for r in range(1, self.queries_per_group + 1)
-                if self.queries_per_group % r == 0 and (groups * r) % chips == 0
-            ),
-            0,
-        )
-        divides = heads % chips == 0 and repeats > 0
+        groups, per_group = self.num_kv_heads, self.queries_per_group
+        found = self._divided_heads(chips)
+        divides = chips == 1 or 2 * found.rows <= chips * _Heads(1, groups, per_group).rows
+        heads = found if divides else _Heads(1, groups, per_group)
         return Layout(
             chips=chips,
-            kv_repeats=repeats if divides else 1,
+            kv_repeats=heads.repeats,
+            kv_heads=heads.groups,
+            queries_per_group=heads.per_group,
+            zero_heads=heads.groups * heads.per_group - self.num_heads,
             shard_attention=divides,
             shard_mlp=self.mlp_width % chips == 0,
             shard_embedding=self.vocab_size % chips == 0,
             shard_head=self.logits_size % chips == 0,
         )
 
-    def with_repeated_kv_heads(self, repeats: int) -> TransformerShape:
-        """The same function with each key/value head stored `repeats` times (2211.05102, section 3.3)."""
-        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads * repeats)
+    def _divided_heads(self, chips: int) -> _Heads:
+        ways = (
+            _Heads(
+                repeats=repeats,
+                groups=math.ceil(self.num_kv_heads * repeats / chips) * chips,
+                per_group=math.ceil(self.queries_per_group / repeats),
+            )
+            for repeats in range(1, self.queries_per_group + 1)
+        )
+        return min(ways, key=lambda heads: (heads.rows, heads.groups))
+
+    def divided_over(self, chips: int) -> TransformerShape:
+        """The same function with the heads of its layout: some stored several times (Pope et al.
+        2211.05102, section 3.3), some of zeros."""
+        layout = self.layout(chips)
+        heads = layout.kv_heads * layout.queries_per_group
+        return dataclasses.replace(self, num_kv_heads=layout.kv_heads, num_heads=heads)
 
     def collectives(self, chips: int) -> Collectives:
         """Collectives of one step on `chips` chips: Megatron's two all-reduces per layer and the ends."""

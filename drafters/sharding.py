@@ -62,8 +62,8 @@ class Placement:
         return shape.layout(self.chips_per_copy)
 
     def served_shape(self, shape: TransformerShape) -> TransformerShape:
-        """`shape` with key/value heads repeated until each chip holds whole groups."""
-        return shape.with_repeated_kv_heads(self.layout(shape).kv_repeats)
+        """`shape` with its heads as they are divided: each chip holds whole groups."""
+        return shape.divided_over(self.chips_per_copy)
 
     def param_shardings(self, shape: TransformerShape, scan: bool = False) -> Params:
         """A NamedSharding in the place of every parameter."""
@@ -93,7 +93,7 @@ class Placement:
         The parameters that `put` reorders are still whole heads of the stored model, which may be fewer
         than chips: they are read divided along their width.
         """
-        if self.layout(shape).kv_repeats == 1:
+        if not self.layout(shape).changes_heads:
             return self.abstract_params(shape, dtype)
         by_width = {
             "qkv": self.sharding(None, None, None, self.axes),
@@ -130,33 +130,39 @@ class Placement:
 
     def put(self, shape: TransformerShape, params: Params) -> Params:
         """Moves the parameters of `shape` here, as those of `served_shape(shape)`."""
-        repeats = self.layout(shape).kv_repeats
+        layout = self.layout(shape)
         shardings = self.param_shardings(self.served_shape(shape))
-        if repeats > 1:
-            params = jax.jit(repeat_kv_heads, static_argnums=1)(params, repeats)
+        if layout.changes_heads:
+            params = jax.jit(divide_heads, static_argnums=1)(params, layout)
         return jax.device_put(params, shardings)
 
 
-def repeat_kv_heads(params: Params, repeats: int) -> Params:
-    """Parameters of the same function with every key/value head stored `repeats` times.
+def divide_heads(params: Params, layout: Layout) -> Params:
+    """Parameters of the same function with the heads of a layout.
 
-    A group of R queries with one key/value head becomes `repeats` groups of R / repeats queries, each with
-    a copy of that head.
+    A group of R queries with one key/value head becomes `kv_repeats` groups, each with a copy of that head
+    and its share of the queries. Heads of zeros fill up what is missing: they give zeros, and the zeros of
+    `out` take nothing from them.
     """
-    if repeats == 1:
-        return params
+    repeats, groups, per_group = layout.kv_repeats, layout.kv_heads, layout.queries_per_group
 
-    def split(grouped: jax.Array) -> jax.Array:  # [G, R + 2, ...] -> [G r, R / r + 2, ...]
-        queries = grouped[:, :-2].reshape(grouped.shape[0] * repeats, -1, *grouped.shape[2:])
-        shared = jnp.repeat(grouped[:, -2:], repeats, axis=0)
-        return jnp.concatenate((queries, shared), axis=1)
+    def split(queries: jax.Array) -> jax.Array:  # [G, R, ...] -> [G', R', ...]
+        queries = _padded(queries, 1, repeats * per_group)
+        return _padded(queries.reshape(-1, per_group, *queries.shape[2:]), 0, groups)
 
     def of(path: tuple, leaf: jax.Array) -> jax.Array:
         name = path[-1].key
-        if name in ("qkv", "qkv_bias"):
-            return split(leaf)
+        if name in ("qkv", "qkv_bias"):  # [G, R + 2, ...]
+            shared = _padded(jnp.repeat(leaf[:, -2:], repeats, axis=0), 0, groups)
+            return jnp.concatenate((split(leaf[:, :-2]), shared), axis=1)
         if name == "out":  # [D, G, R, H]
-            return leaf.reshape(leaf.shape[0], leaf.shape[1] * repeats, -1, leaf.shape[3])
+            return jnp.moveaxis(split(jnp.moveaxis(leaf, 0, -1)), -1, 0)
         return leaf
 
     return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Zeros behind `axis`, up to `size`."""
+    missing = [(0, size - x.shape[axis] if at == axis else 0) for at in range(x.ndim)]
+    return jnp.pad(x, missing)

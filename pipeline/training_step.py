@@ -167,7 +167,7 @@ class Job:
         """
         spec, chips = self.spec, self.placement.chips_per_copy
         layout = spec.shape.layout(chips)
-        if not layout.shard_attention or layout.kv_repeats > 1 or not layout.shard_mlp:
+        if not layout.shard_attention or layout.changes_heads or not layout.shard_mlp:
             raise UserError(
                 f"{spec.name}: num_kv_heads = {spec.shape.num_kv_heads}, num_heads = "
                 f"{spec.shape.num_heads} and mlp_width = {spec.shape.mlp_width} must be multiples of the "

@@ -25,7 +25,7 @@ def chip_shape(shape: TransformerShape, chips: int) -> TransformerShape:
     What does not divide is done whole by every chip (`TransformerShape.layout`).
     """
     layout = shape.layout(chips)
-    served = shape.with_repeated_kv_heads(layout.kv_repeats)
+    served = shape.divided_over(chips)
     heads = chips if layout.shard_attention else 1
     head_vocab = served.head_vocab // (chips if layout.shard_head else 1)
     vocab_size = served.vocab_size // (chips if layout.shard_embedding else 1)

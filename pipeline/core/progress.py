@@ -55,7 +55,7 @@ class _Lines(tqdm):
         """No last line: who works says what was done."""
         if not self.disable:
             self.disable = True
-            self._decr_instances(self)
+            self._decr_instances(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _elapsed(self) -> float:
         return self.format_dict["elapsed"]

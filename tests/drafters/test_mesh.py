@@ -38,6 +38,18 @@ SHAPES = {
     "nine heads": TransformerShape(
         vocab_size=96, num_layers=2, width=64, num_heads=9, num_kv_heads=3, head_dim=8, mlp_width=96
     ),
+    # Groups whose copies share unequally, with norms and biases of heads, as Qwen's fourteen.
+    "fourteen heads": TransformerShape(
+        vocab_size=96,
+        num_layers=2,
+        width=64,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_width=96,
+        qkv_bias=True,
+        qk_norm=True,
+    ),
     # Nothing divides but the heads.
     "odd": TransformerShape(
         vocab_size=97,
@@ -94,7 +106,7 @@ def test_logits_and_collectives_of_a_sharded_step(name, chips):
     np.testing.assert_allclose(logits, reference(name), atol=MODEL_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["grouped", "nine heads"])
+@pytest.mark.parametrize("name", ["grouped", "nine heads", "fourteen heads"])
 def test_checkpoints_restore_onto_any_mesh(name, tmp_path):
     """Saved from one device; read onto 1, 2 x 4 and 16; saved from 16, read onto one."""
     shape = SHAPES[name]

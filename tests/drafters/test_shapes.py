@@ -73,26 +73,39 @@ def test_flops_count_local_layers_by_their_window():
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "chips", "repeats", "sharded"),
+    ("heads", "groups", "chips", "repeats", "stored", "sharded"),
     [
-        (16, 2, 16, 8, True),
-        (16, 16, 16, 1, True),
-        (16, 4, 2, 1, True),
-        (28, 4, 4, 1, True),
-        (12, 3, 4, 4, True),
-        (9, 3, 16, 1, False),
-        (8, 2, 16, 1, False),
+        (16, 2, 16, 8, (16, 16), True),
+        (16, 16, 16, 1, (16, 16), True),
+        (16, 4, 2, 1, (16, 4), True),
+        (28, 4, 4, 1, (28, 4), True),
+        # One chip of four is idle, but each of the others holds one group of six rows, not three of three.
+        (12, 3, 4, 1, (16, 4), True),
+        (9, 3, 16, 3, (16, 16), True),
+        (8, 2, 16, 4, (16, 16), True),
+        # Four query heads share a copy, the last ones with one of zeros.
+        (14, 2, 4, 2, (16, 4), True),
+        (28, 4, 16, 4, (32, 16), True),
+        (1, 1, 16, 1, (1, 1), False),
+        (3, 1, 16, 1, (3, 1), False),
+        (9, 3, 1, 1, (9, 3), True),
     ],
 )
-def test_layout_repeats_key_value_heads_until_they_divide(heads, groups, chips, repeats, sharded):
+def test_layout_divides_heads_as_they_leave_a_chip_the_least(
+    heads, groups, chips, repeats, stored, sharded
+):
     shape = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=groups)
-    layout = shape.layout(chips)
+    layout, served = shape.layout(chips), shape.divided_over(chips)
     assert (layout.kv_repeats, layout.shard_attention) == (repeats, sharded)
-    assert bool(layout.notes()) == (repeats > 1 or not sharded)
+    assert (served.num_heads, served.num_kv_heads) == stored
+    assert layout.zero_heads == stored[0] - heads
+    assert bool(layout.notes()) == (stored != (heads, groups) or not sharded)
+    assert served.divided_over(chips) == served
+    assert served.layout(chips).shard_attention == sharded
 
 
 def test_layout_says_what_every_chip_holds_whole():
-    shape = dataclasses.replace(TINY, num_heads=9, num_kv_heads=3, mlp_width=50, vocab_size=97)
+    shape = dataclasses.replace(TINY, num_heads=1, num_kv_heads=1, mlp_width=50, vocab_size=97)
     notes = " ".join(shape.layout(16).notes())
     for part in ("attention", "the MLP", "the embedding", "the head"):
         assert f"all of {part}" in notes

@@ -28,10 +28,12 @@ def test_a_chip_has_its_share_of_heads_mlp_and_vocabulary():
 
 
 def test_what_does_not_divide_is_done_whole():
-    odd = dataclasses.replace(SHAPE, num_heads=9, num_kv_heads=3, vocab_size=1000)
+    odd = dataclasses.replace(SHAPE, num_heads=3, num_kv_heads=1, vocab_size=1000)
     share = chip_shape(odd, 16)
-    assert (share.num_heads, share.num_kv_heads, share.vocab_size) == (9, 3, 1000)
+    assert (share.num_heads, share.num_kv_heads, share.vocab_size) == (3, 1, 1000)
     assert share.mlp_width == 10
+    nine = chip_shape(dataclasses.replace(SHAPE, num_heads=9, num_kv_heads=3), 16)
+    assert (nine.num_heads, nine.num_kv_heads) == (1, 1)  # seven chips hold one of zeros
 
 
 def test_a_trimmed_head_keeps_its_rows():
