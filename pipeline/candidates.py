@@ -7,6 +7,7 @@ for the law that puts both together.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +23,11 @@ from pipeline.core.errors import UserError
 from pipeline.profile_artifact import Round, Where
 from pipeline.trials import shown_warp
 from pipeline.work import chip_shape
-from serving.plan import Choice, Times
+from serving.plan import Choice, Times, Workload
 
 Objective = Literal["mean", "p50", "p90", "p99", "p99_gap"]
 OBJECTIVES: tuple[Objective, ...] = ("mean", "p50", "p90", "p99", "p99_gap")
+_GAP_LEVEL = 0.99  # of the time between tokens
 _NORMAL = 1.96  # half a 95% interval, in standard deviations
 _SMALLEST = 1e-3
 _MOST_TOKENS = 1_000_000  # of an answer whose law is worked out
@@ -68,6 +70,11 @@ class Traffic:
                 raise ValueError(f"Traffic.{name} must be positive, not {getattr(self, name)}")
         if self.tokens > _MOST_TOKENS:
             raise ValueError(f"Traffic.tokens = {self.tokens} must be at most {_MOST_TOKENS}")
+
+
+def traffic_of(work: Workload) -> Traffic:
+    """What a plan was made for."""
+    return Traffic(tasks=work.tasks, tokens=work.tokens, batch=work.batch, context=work.context)
 
 
 class Option(NamedTuple):
@@ -177,7 +184,7 @@ class Forecast:
     """
 
     def __init__(self, results: Sequence[Result], traffic: Traffic):
-        labels = _labels(results)
+        labels = task_labels(results)
         known = sorted({*labels, *(result.task for result in results)})
         if missing := [task for task in traffic.tasks if task not in known]:
             raise UserError(
@@ -201,6 +208,12 @@ class Forecast:
         alone = [result for label, result in self._results if label == task]
         return Forecast(alone, dataclasses.replace(self.traffic, tasks=()))
 
+    def at_batch(self, batch: int) -> Forecast:
+        """Of the same requests, served `batch` at a time."""
+        found = copy.copy(self)
+        found.traffic = dataclasses.replace(self.traffic, batch=batch)
+        return found
+
     def requests(self, option: Option) -> Requests | None:
         """All tasks' requests as this option's drafter is worth to them; None where that is not known."""
         if not option.k:
@@ -219,26 +232,32 @@ class Forecast:
         Args:
           option: how.
           round_ms: of the mean round.
-          longest_ms: of one with drafts, where others take less: what the rarer gaps between tokens are.
+          longest_ms: of one with drafts, where others take less: what the rarer gaps between tokens are, if
+            they are not too rare.
         """
         requests, key = self.requests(option), (option.drafter, option.rule, option.k)
         if requests is None:
             return None
         if key not in self._rounds:
             self._rounds[key] = requests.rounds(self.traffic.tokens)
+        if self._busy(option) / requests.tau <= 1 - _GAP_LEVEL:
+            longest_ms = 0.0
         return times_of(requests, self._rounds[key], round_ms, longest_ms)
 
     def loop(self, option: Option, timed: Mapping[Option, Loop]) -> Loop:
         """The mean round: where no row of a batch has drafts, it is one of plain decoding."""
         loop, plain = timed[option], plain_of(timed)
-        passing = 1 - self._drafting(option)
-        if plain is None or not passing:
+        share = 1 - self._busy(option)
+        if plain is None or not share:
             return loop
-        share = passing**self.traffic.batch
         return Loop(
             share * timed[plain].ms + (1 - share) * loop.ms,
             share * timed[plain].spread + (1 - share) * loop.spread,
         )
+
+    def _busy(self, option: Option) -> float:
+        """The share of rounds in which some row of the batch has drafts."""
+        return 1 - (1 - self._drafting(option)) ** self.traffic.batch
 
     def _drafting(self, option: Option) -> float:
         """The share of rounds with drafts over all tasks: each has as many tokens, in tokens / tau rounds."""
@@ -259,6 +278,13 @@ class Forecast:
         requests = self.requests(option)
         return mean_acceptance(requests.weights @ requests.survival) if requests else 0.0
 
+    def alpha_sd(self, option: Option) -> float:
+        """How much alpha differs between the requests of a task, the mean over the tasks."""
+        found = [result for task in self.tasks if (result := self._result(option, task))]
+        return (
+            float(np.mean([result.alpha_sd_between_requests for result in found])) if found else 0.0
+        )
+
     def warps(self) -> dict[str, Any]:
         """Of each task, what shapes its distributions; of all where they agree."""
         found = {label: result.warp for label, result in self._results}
@@ -276,7 +302,7 @@ class Forecast:
         return min(found, key=lambda result: (result.k, result.source == "derived"), default=None)
 
 
-def _labels(results: Sequence[Result]) -> list[str]:
+def task_labels(results: Sequence[Result]) -> list[str]:
     """The task of each result, with its warp where the task was evaluated under several."""
     warps: dict[str, list] = {}
     for result in results:
@@ -295,7 +321,7 @@ def times_of(
         p50_ms=law.quantile_ms(0.5),
         p90_ms=law.quantile_ms(0.9),
         p99_ms=law.quantile_ms(0.99),
-        p99_gap_ms=gap_quantile_ms(requests, max(round_ms, longest_ms), 0.99),
+        p99_gap_ms=gap_quantile_ms(requests, max(round_ms, longest_ms), _GAP_LEVEL),
     )
 
 

@@ -90,20 +90,22 @@ def codesign(
         evidence = codesign_evidence.read(run, target, drafters, mesh, config, seed)
     _require_room(evidence, traffic)
     with run.lock("codesign"):
-        if artifacts.current(run.plan, Plan, evidence.lineage):
+        plan = artifacts.current(run.plan, Plan, evidence.lineage)
+        if plan and _complete(run, plan):
+            codesign_unseen.restore(run, plan)
             say(f"{run.plan} is up to date")
             report.restore(run)
             return
         work = _Work(run, evidence, topology, traffic, objective, confirm)
         plan = work.plan()
-        codesign_unseen.forget(run)
         if grid:
             found = codesign_unseen.survey(
-                run, evidence, work.forecast, objective, grid, topology.hbm_bytes
+                work.field, evidence, work.forecast, objective, grid, topology.hbm_bytes
             )
             plan = dataclasses.replace(plan, details={**plan.details, "unseen": found})
-        artifacts.write(run.plan, plan)
+        codesign_unseen.restore(run, plan)
         _write_events(run, plan, evidence, config)
+        artifacts.write(run.plan, plan)
         report.update(run)
     for line in (*_table(plan), *_by_task(plan), *evidence.table, *codesign_unseen.lines(plan)):
         say(line)
@@ -125,6 +127,16 @@ def _require_room(evidence: Evidence, traffic: Traffic) -> None:
             f"Traffic.tokens = {traffic.tokens} do not fit the target's context of {shape.context} tokens: "
             "ask for shorter answers"
         )
+    if shape and traffic.context > shape.context:
+        raise UserError(
+            f"Traffic.context = {traffic.context} is more than the target's context of {shape.context} tokens"
+        )
+
+
+def _complete(run: RunDir, plan: Plan) -> bool:
+    """Whether the runs that a plan rests on are still there to be shown."""
+    played = any(one.measured for one in plan.candidates)
+    return not played or (run.root / confirmation.FILE).exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,6 +186,7 @@ class _Work:
                 warp=traffic.warps(),
                 batch=self.traffic.batch,
                 tokens=self.traffic.tokens,
+                context=self.traffic.context,
             ),
             predicted=chosen.predicted,
             measured=chosen.measured,
@@ -197,7 +210,7 @@ class _Work:
             settings=self.confirm,
             tasks=self.forecast.tasks,
         )
-        found = confirmation.confirm(bench, [one.option for one in arms], self.evidence.lineage)
+        found = confirmation.confirm(bench, [one.option for one in arms], self._lineage_of_runs())
         measured = {
             one.option: decision.with_measurement(
                 one,
@@ -211,6 +224,17 @@ class _Work:
         }
         self.field = [measured.get(one.option, one) for one in self.field]
         return found
+
+    def _lineage_of_runs(self) -> artifacts.Lineage:
+        """Of what is played: nothing else in the config is a reason to play it again."""
+        settings = (self.topology, self.traffic, self.confirm)
+        inputs = self.evidence.acceptance.lineage.inputs
+        return dataclasses.replace(
+            self.evidence.lineage,
+            config=repr(settings),
+            seed=0,
+            inputs={name: digest for name, digest in inputs.items() if name.startswith("task ")},
+        )
 
     def _row(self, one: Judged) -> Candidate:
         error = None
@@ -272,6 +296,7 @@ class _Work:
         rounds, other = self.evidence.profile.rounds, decided.runner_up
         details = {
             "gain": decided.gain._asdict(),
+            "best": str(decided.best.option) if decided.best else "",
             "alpha": self.forecast.alpha(decided.best.option) if decided.best else 0.0,
             "runner_up": str(other.option) if other else "",
             "regret_of_runner_up": decided.regret(other) if other else 0.0,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from drafters import kv_cache
 from drafters.shapes import TransformerShape
 from pipeline import unseen_shapes
-from pipeline.candidates import Forecast, Objective, Option, Traffic
+from pipeline.candidates import Forecast, Objective, Option, Traffic, value
 from pipeline.codesign_evidence import Evidence
 from pipeline.core.run_dir import RunDir, atomic_write
+from pipeline.decision import Judged
 from pipeline.latency import Predictor
 from pipeline.profile_artifact import Where
 from pipeline.unseen_shapes import ShapeGrid, StepMs, Survey, Trained
@@ -20,22 +21,27 @@ from serving.plan import Plan
 FILE = "next_drafters.gin"
 
 
-def forget(run: RunDir) -> None:
-    """Removes what an earlier decision proposed."""
-    (run.root / FILE).unlink(missing_ok=True)
+def restore(run: RunDir, plan: Plan) -> None:
+    """RUN_DIR/next_drafters.gin as the plan has it; none where it proposes nothing."""
+    path, proposed = run.root / FILE, plan.details.get("unseen", {}).get("gin", "")
+    if not proposed:
+        path.unlink(missing_ok=True)
+    elif not path.exists() or path.read_text() != proposed:
+        atomic_write(path, proposed)
 
 
 def survey(
-    run: RunDir,
+    field: Sequence[Judged],
     evidence: Evidence,
     forecast: Forecast,
     objective: Objective,
     grid: ShapeGrid,
     hbm_bytes: float,
 ) -> dict[str, Any]:
-    """What `Plan.details` says of the grid; the best shapes go to RUN_DIR/next_drafters.gin.
+    """What `Plan.details` says of the grid, and of the shapes that may beat all that is there.
 
     Args:
+      field: what is there, plain decoding too.
       hbm_bytes: memory of a chip, of which the drafter has what the target leaves; 0 if it is not known.
     """
     predictor, profile = Predictor.of(evidence.profile), evidence.profile
@@ -58,10 +64,10 @@ def survey(
     target = evidence.shapes[profile.target]
     limit = asked.left(target, profile.topology.num_chips, hbm_bytes) if hbm_bytes else 0.0
     outlook = asked.look(grid, target, limit)
-    best = outlook.prospects[: grid.suggestions]
-    if best:
-        atomic_write(run.root / FILE, unseen_shapes.gin(best))
+    known = min(value(one.predicted, objective) for one in field)
+    best = [one for one in outlook.prospects[: grid.suggestions] if one.hoped < known]
     return {
+        "best_known": known,
         "rests_on": asked.says,
         "latency_error": [predictor.model.median_error, predictor.model.worst_error],
         "considered": outlook.considered,
@@ -81,7 +87,12 @@ def _trained(evidence: Evidence, forecast: Forecast) -> Iterator[Trained]:
     for name, k in most.items():
         option = Option(name, k, "token", "sharded", 0)
         if name in evidence.shapes and forecast.requests(option):
-            yield Trained(name=name, shape=evidence.shapes[name], alpha=forecast.alpha(option))
+            yield Trained(
+                name=name,
+                shape=evidence.shapes[name],
+                alpha=forecast.alpha(option),
+                alpha_sd=forecast.alpha_sd(option),
+            )
 
 
 def _step_ms(predictor: Predictor, traffic: Traffic) -> StepMs:
@@ -107,6 +118,8 @@ def lines(plan: Plan) -> Iterator[str]:
         f"shapes not trained yet: {found['considered']} fit the mesh, of {found['unpredicted']} the trained "
         f"drafters say nothing; {found['rests_on']}"
     )
+    if not found["next"]:
+        yield f"  none is expected to beat the {found['best_known']:.2f} of what is there"
     for one in found["next"]:
         low, high = one["interval"]
         alpha = one["alpha"]

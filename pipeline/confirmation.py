@@ -70,6 +70,7 @@ class Played:
       ms_per_token: of decoding, from the first text on.
       rounds, round_s: rounds after the first, and their time, of all batches.
       accepted, evaluated: drafts of all answers.
+      batch: answers that were written together, one batch after the other.
     """
 
     arm: int
@@ -81,6 +82,7 @@ class Played:
     round_s: float
     accepted: int
     evaluated: int
+    batch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +119,8 @@ class Confirmation(artifacts.Artifact):
     def gain(self, arm: int, task: str = "") -> Gain | None:
         """Plain decoding's time over this arm's; of one task or all.
 
-        The interval is Student's, of the logarithms of pairs of answers, which holds for few pairs too; a
-        single one tells nothing of the noise, and is no gain (None).
+        The interval is Student's, of the logarithms of pairs of batches, which holds for few pairs too; a
+        single one tells nothing of the noise, and is no gain (None). Answers of a batch share its noise.
         """
         plain, other = (self._paces(one, task) for one in (0, arm))
         if len(plain) < 2:
@@ -129,7 +131,9 @@ class Confirmation(artifacts.Artifact):
         return Gain(value, value / within, value * within)
 
     def _paces(self, arm: int, task: str) -> np.ndarray:
-        return np.concatenate([p.ms_per_token for p in self.of(arm) if task in ("", p.task)])
+        """Mean ms per token of every batch."""
+        played = [p for p in self.of(arm) if task in ("", p.task)]
+        return np.concatenate([np.reshape(p.ms_per_token, (-1, p.batch)).mean(1) for p in played])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +287,7 @@ def _play(
         round_s=sum(map(_decoding_s, batches)),
         accepted=sum(answer.accepted for answer in answers),
         evaluated=sum(map(_evaluated, answers)),
+        batch=batch,
     )
 
 

@@ -152,11 +152,11 @@ def decide(field: Sequence[Judged], objective: Objective) -> Decision:
     plain, others = field[0], list(field[1:])
     if any(one.measured for one in others):
         others = [one for one in others if one.measured]
-    rivals = _not_slower(ranked(others, objective), objective)
-    gains = [_gain(one, plain, objective) for one in rivals]
-    won = [one for one, gain in zip(rivals, gains, strict=True) if gain.low > 1]
-    best = next(iter(won or rivals), None)
-    chosen = won[0] if won else plain
+    order = ranked(others, objective)
+    # Noise is asked about first: a fast one that may be luck must not hide one that is not.
+    won = [one for one in order if _gain(one, plain, objective).low > 1]
+    best = next(iter(_not_slower(won or order, objective)), None)
+    chosen = best if won and best else plain
     rest = ranked((one for one in (plain, *others) if one is not chosen), objective)
     found = Decision(
         objective=objective,
@@ -180,9 +180,12 @@ def _not_slower(others: list[Judged], objective: Objective) -> list[Judged]:
 
 def _gain(one: Judged, plain: Judged, objective: Objective) -> Gain:
     ratio = plain.score(objective) / one.score(objective)
-    if found := one.measured_gain:
-        if objective == "mean":
+    found = one.measured_gain
+    if objective == "mean" and one.measured and plain.measured:
+        if found:
             return found
+        ratio = plain.measured.ms_per_token / one.measured.ms_per_token
+    if found:
         return Gain(ratio, ratio * found.low / found.value, ratio * found.high / found.value)
     return Gain(ratio, ratio / (1 + one.uncertainty), ratio * (1 + one.uncertainty))
 
@@ -195,8 +198,8 @@ def _gain(one: Judged, plain: Judged, objective: Objective) -> Gain:
 def tipping_points(decision: Decision, forecast: Forecast) -> dict[str, float | None]:
     """Where the decision flips: acceptance and round time of the best speculative candidate.
 
-    They are where the law says both are equal. One that lies on the wrong side of a verdict by measurement,
-    or within the noise, would contradict it, and is None.
+    They are where the law says both are equal. One that lies on the wrong side of a choice by measurement, or
+    within the noise, would contradict it, and is None.
 
     Keys:
       alpha: at which it is as good as plain decoding, all conditional acceptances bent by one power; None
@@ -212,11 +215,10 @@ def tipping_points(decision: Decision, forecast: Forecast) -> dict[str, float | 
     for name, rival in rivals.items():
         if rival is None or rival is best or (name and rival is decision.plain):
             continue
-        level = rival.score(objective)
-        found[f"{name}alpha"] = _alpha_at(best, level, objective, forecast)
-        found[f"{name}round_ms"] = _round_ms(best) * level / best.score(objective)
-    if (best.score(objective) < decision.plain.score(objective)) != decision.speculates:
-        found |= {"alpha": None, "round_ms": None}
+        level, own = rival.score(objective), best.score(objective)
+        agrees = (own < level) == (decision.speculates or rival is not decision.plain)
+        found[f"{name}alpha"] = _alpha_at(best, level, objective, forecast) if agrees else None
+        found[f"{name}round_ms"] = _round_ms(best) * level / own if agrees else None
     return found
 
 
@@ -261,7 +263,7 @@ def best_by_batch(
     for batch in sorted({r.batch for r in rounds}):
         timed = loops(rounds, batch, forecast.traffic.context)
         if any(not option.k for option in timed):
-            found.append({"batch": batch, **_best(forecast, timed, objective)})
+            found.append({"batch": batch, **_best(forecast.at_batch(batch), timed, objective)})
     return found
 
 
@@ -315,11 +317,10 @@ def reason(decision: Decision, points: Mapping[str, float | None]) -> str:
 
 def _why(decision: Decision) -> Iterator[str]:
     gain, chosen = decision.gain, decision.chosen
-    how = "measured" if chosen.measured else "predicted"
     yield (
         f"{chosen.option}: {IN_WORDS[decision.objective]} {_shown(chosen, decision)} against "
         f"{_shown(decision.plain, decision)} for plain decoding, {gain.value:.2f} times as fast "
-        f"({how}, {gain.low:.2f} to {gain.high:.2f})."
+        f"({_how(chosen, decision)})."
     )
     if other := decision.runner_up:
         regret = 100 * decision.regret(other)
@@ -336,17 +337,25 @@ def _why_not(decision: Decision) -> Iterator[str]:
         yield "No drafter was both profiled and evaluated: plain decoding is all there is."
         return
     gain, best = decision.gain, decision.best
-    how = "measured" if best.measured else "predicted"
     yield (
         f"Nothing beats plain decoding ({IN_WORDS[decision.objective]} "
         f"{_shown(decision.plain, decision)}) by more than the noise: the best candidate, "
-        f"{best.option}, is {gain.value:.2f} times as fast ({how}, {gain.low:.2f} to {gain.high:.2f})."
+        f"{best.option}, is {gain.value:.2f} times as fast ({_how(best, decision)})."
     )
     if decision.objective == "p99_gap":
         yield (
             "Tokens of a round come together, so more than one gap in a hundred lasts a whole round, "
             "which is longer than a plain step."
         )
+
+
+def _how(one: Judged, decision: Decision) -> str:
+    """Where a gain comes from, and its interval if there is one."""
+    source = "predicted"
+    if one.measured:
+        source = "measured" if decision.objective == "mean" else "by the law with measured rounds"
+    low, high = decision.gain.low, decision.gain.high
+    return f"{source}, {low:.2f} to {high:.2f}" if low < high else source
 
 
 def _shown(one: Judged, decision: Decision) -> str:

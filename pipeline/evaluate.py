@@ -81,6 +81,7 @@ def evaluate(
         weights_hash=weights_hashes(run, cards),
         inputs={
             "settings": hashlib.sha256(repr(settings).encode()).hexdigest(),
+            **quality.packages(tasks),
             **{f"task {trial.label}": known.get(trial, "absent") for trial in tasks},
         },
     )
@@ -110,8 +111,8 @@ def evaluate(
             scores=scores,
             skipped=(*skipped, *unscored),
         )
+        acceptance_tables.write_events(run.tensorboard("evaluate"), acceptance, config)
         artifacts.write(run.acceptance, acceptance)
-    acceptance_tables.write_events(run.tensorboard("evaluate"), acceptance, config)
     report.update(run)
     say(acceptance_tables.text(acceptance))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from matplotlib.figure import Figure
 
 from pipeline import figures
 from pipeline.acceptance_artifact import Acceptance, Result
+from pipeline.candidates import task_labels
 
 
 @figures.styled()
@@ -62,10 +65,11 @@ def by_task(acceptance: Acceptance) -> Figure | None:
 
 
 def largest(acceptance: Acceptance) -> list[Result]:
-    """Of every drafter and task, the result of the most drafts under the token rule."""
+    """Of every drafter and task (and warp, if there are several), the most drafts under the token rule."""
     found: dict[tuple[str, str], Result] = {}
-    for one in acceptance.results:
-        best = found.get((one.drafter, one.task), one)
+    for label, result in zip(task_labels(acceptance.results), acceptance.results, strict=True):
+        one = dataclasses.replace(result, task=label)
+        best = found.get((one.drafter, label), one)
         if one.rule == "token":
-            found[one.drafter, one.task] = max(best, one, key=lambda result: result.k)
+            found[one.drafter, label] = max(best, one, key=lambda result: result.k)
     return list(found.values())

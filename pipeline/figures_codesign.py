@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from pipeline import figures
 from pipeline.acceptance import TimeLaw
 from pipeline.acceptance_artifact import Acceptance
-from pipeline.candidates import Forecast, Option, Traffic, loops
+from pipeline.candidates import Forecast, Option, loops, traffic_of
 from pipeline.profile_artifact import Profile
 from serving.plan import Candidate, Plan
 
@@ -45,9 +45,7 @@ def figure_1(plan: Plan, profile: Profile, acceptance: Acceptance) -> Figure | N
     best = next((one for one in plan.candidates if one.k), None)
     if best is None:
         return None
-    traffic = Traffic(
-        tasks=plan.workload.tasks, tokens=plan.workload.tokens, batch=plan.workload.batch
-    )
+    traffic = traffic_of(plan.workload)
     forecast = Forecast(acceptance.results, traffic)
     timed = loops(profile.rounds, traffic.batch, traffic.context)
     options = _options(best, timed)

@@ -5,7 +5,8 @@ Axes: J prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -64,6 +65,16 @@ def passes(trial: Trial, prompts: Sequence[Prompt], answers: Texts) -> np.ndarra
     passed = np.array([outcome.passed for outcome in sandbox.run_all(programs)])
     correct = passed.reshape(len(prompts), -1).sum(axis=1)
     return statistics.pass_at(trial.pass_k, np.full(len(prompts), trial.samples), correct)
+
+
+def packages(trials: Iterable[Trial]) -> dict[str, str]:
+    """Packages that scores rest on -> version, "absent" for one that is not installed."""
+    if not any(trial.metric == "rouge2" for trial in trials):
+        return {}
+    try:
+        return {"rouge-score": importlib.metadata.version("rouge-score")}
+    except importlib.metadata.PackageNotFoundError:
+        return {"rouge-score": "absent"}
 
 
 _METRICS: dict[str, Measure] = {"rouge2": rouge2, "pass": passes}

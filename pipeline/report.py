@@ -42,8 +42,9 @@ def update(run: RunDir) -> epath.Path:
 
 
 def restore(run: RunDir) -> None:
-    """Renders the report where it is missing, for a stage that has nothing else to do."""
-    if not run.report.exists():
+    """Renders the report where it is missing or older than an artifact; for a stage with nothing to do."""
+    made = [path.stat().mtime for path in (run.profile, run.acceptance, run.plan) if path.exists()]
+    if not run.report.exists() or run.report.stat().mtime < max(made, default=0):
         update(run)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.candidates import IN_WORDS, Forecast, Option, Traffic, loops
+from pipeline.candidates import IN_WORDS, Forecast, Option, loops, plain_of, traffic_of
 from pipeline.report_evidence import Evidence
 from pipeline.report_format import Table, count, ms, number, percent, table, times
 from pipeline.run_durations import in_words
@@ -88,7 +88,7 @@ def _gain(plan: Plan, ms_per_token: float, source: str) -> tuple[str, str]:
 def _bounds(plan: Plan) -> str:
     """The interval of the speed-up in ms per token, empty if the plan holds none."""
     found = plan.details.get("gain") or {}
-    if plan.objective != "mean" or "low" not in found:
+    if plan.objective != "mean" or "low" not in found or found["low"] == found["high"]:
         return ""
     return f"{found['low']:.2f} to {found['high']:.2f}"
 
@@ -99,8 +99,9 @@ def bill(plan: Plan) -> str:
     if cost is None:
         return ""
     return (
-        f"Training {plan.drafter} took {count(cost.tokens)} tokens and {in_words(3600 * cost.hours)}; that "
-        f"time is paid back after {count(cost.break_even_tokens)} served tokens."
+        f"Training {plan.drafter} took {count(cost.tokens)} tokens and {in_words(3600 * cost.hours)}, its "
+        "teacher's answers and generated text not counted; that time is paid back after "
+        f"{count(cost.break_even_tokens)} served tokens."
     )
 
 
@@ -114,8 +115,8 @@ def served(plan: Plan) -> Candidate | None:
         == (plan.drafter, plan.k, plan.rule, plan.chips_per_copy)
         and (one.placement == "leader") == (plan.placement == "leader")
     ]
-    measured = [one for one in drafting if one.measured]
-    return next(iter((chosen if plan.k else measured) or drafting), None)
+    best = [one for one in drafting if str(_option(one)) == plan.details.get("best")]
+    return next(iter((chosen if plan.k else best) or drafting), None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,20 +203,18 @@ def _expected(evidence: Evidence, one: Candidate, task: str) -> Arms | None:
     plan, profile, acceptance = evidence.plan, evidence.profile, evidence.acceptance
     if plan is None or profile is None or acceptance is None:
         return None
-    if task not in {result.task for result in acceptance.results}:
-        return None
-    traffic = Traffic(tasks=(task,), tokens=plan.workload.tokens, batch=plan.workload.batch)
+    traffic = traffic_of(plan.workload)
     timed = loops(profile.rounds, traffic.batch, traffic.context)
-    option = _option(one)
-    if option not in timed:
-        return None
+    option, plain = _option(one), plain_of(timed)
     forecast = Forecast(acceptance.results, traffic)
+    if option not in timed or plain is None or task not in forecast.tasks:
+        return None
+    forecast = forecast.of_task(task)
     expected = forecast.times(option, forecast.loop(option, timed).ms)
     if expected is None:
         return None
-    plain, source = plan.baseline_ms_per_token, "measured" if one.measured else "predicted"
-    gain = times(plain / expected.ms_per_token)
-    return Arms(plain, expected.ms_per_token, gain, source, "predicted")
+    gain = times(timed[plain].ms / expected.ms_per_token)
+    return Arms(timed[plain].ms, expected.ms_per_token, gain, "predicted", "predicted")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -74,12 +74,19 @@ def read(run: RunDir) -> Evidence:
         profile=_read(run.profile, Profile, warnings),
         acceptance=_read(run.acceptance, Acceptance, warnings),
         plan=plan,
-        confirmation=played if plan and played and played.lineage.same_work(plan.lineage) else None,
+        confirmation=played if plan and played and _rests_on(plan, played) else None,
         models=dict(_models(run, warnings)),
     )
     evidence = _with_published(evidence)
     warnings += _departures(run, evidence)
     return dataclasses.replace(evidence, warnings=tuple(warnings))
+
+
+def _rests_on(plan: Plan, played: Confirmation) -> bool:
+    """Whether these are the runs that a plan was made from."""
+    rows = plan.details.get("confirmed", {}).get("arms", [])
+    known = [(row["option"], round(row["measured_round_ms"], 6)) for row in rows]
+    return known == [(name, round(played.round_ms(arm), 6)) for arm, name in enumerate(played.arms)]
 
 
 def _with_published(evidence: Evidence) -> Evidence:

@@ -92,6 +92,7 @@ class Durations:
 def outputs(run: RunDir, stage: str) -> Mapping[str, str]:
     """Path below the run directory -> sha256 of the artifacts that `stage` writes."""
     files: dict[str, list[epath.Path]] = {
+        "generate": sorted((run.root / "generated").glob("*/*.jsonl")),
         "train": sorted((run.root / "models").glob("*/model.json")),
         "profile": [run.profile],
         "evaluate": [run.acceptance],

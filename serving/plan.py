@@ -46,12 +46,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the plan was made for."""
+    """What the plan was made for; `context` is how much text rounds were timed behind."""
 
     tasks: tuple[str, ...]
     warp: dict[str, Any]
     batch: int
     tokens: int
+    context: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

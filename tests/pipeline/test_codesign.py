@@ -11,7 +11,7 @@ from drafters import model_card
 from drafters.mesh import Topology
 from drafters.model_card import TrainingCost
 from drafters.shapes import TransformerShape
-from pipeline import confirmation, decision, figures_codesign
+from pipeline import confirmation, decision, figures_codesign, report_evidence
 from pipeline.acceptance import constant_curve
 from pipeline.acceptance_artifact import Acceptance, Interval, Result
 from pipeline.candidates import Forecast, Option, Traffic, chip_bytes, loops
@@ -240,6 +240,27 @@ def test_batches_have_their_own_k(tmp_path):
     assert by_batch[16] == 0
 
 
+def test_lookups_are_judged_at_their_own_batch():
+    """Of 16 rows one nearly always has drafts; alone a row seldom pays for them, whatever the traffic is."""
+    busy = [round_of("", 0, 40.0, batch=16), round_of("ngram", 4, 100.0, batch=16)]
+    timed = [PLAIN, round_of("ngram", 4, 28.0), *busy]
+    found = [result("ngram", 0.6, drafting=0.3)]
+    chosen = [
+        decision.best_by_batch(timed, Forecast(found, Traffic(batch=batch)), "mean")
+        for batch in (1, 16)
+    ]
+    assert chosen[0] == chosen[1]
+    assert [row["k"] > 0 for row in chosen[0]] == [True, False]
+
+
+def test_gaps_with_drafts_count_where_they_are_not_too_rare():
+    timed = loops([PLAIN, round_of("ngram", 4, 28.0)], 1, 256)
+    for drafting, gap in ((0.005, PLAIN_MS), (0.2, 28.0)):
+        forecast = Forecast([result("ngram", 0.01, drafting=drafting)], Traffic())
+        one = next(j for j in decision.judged(forecast, timed) if j.option.k == 4)
+        assert one.predicted.p99_gap_ms == pytest.approx(gap, rel=0.01)
+
+
 def test_what_would_change_the_decision(tmp_path):
     """At the tipping points the candidate is as good as plain decoding."""
     plan = decided(tmp_path, profile_of(PLAIN, *rounds("wide", 1.0)), result("wide", 0.8))
@@ -377,6 +398,75 @@ def test_measured_candidates_are_the_only_ones_in_the_running():
     assert decision.decide(far, "mean").chosen.option.k == 3
     slower = [plain, ran(3, 21.0, 25.0), ran(5, 20.5, 25.0)]
     assert not decision.decide(slower, "mean").speculates
+
+
+def ran_at(forecast, timed, paces: dict) -> list[decision.Judged]:
+    """Every token-rule option of `paces`: drafter -> (ms per token, gain), with a real run."""
+    field = decision.judged(forecast, timed)
+    found = [j for j in field if j.option.drafter in paces and j.option.rule == "token"]
+
+    def ran(one: decision.Judged) -> decision.Judged:
+        pace, gain = paces[one.option.drafter]
+        times = dataclasses.replace(one.predicted, ms_per_token=pace)
+        return decision.with_measurement(one, forecast, times, timed[one.option].ms, gain)
+
+    return list(map(ran, found))
+
+
+def test_a_fast_candidate_that_may_be_luck_does_not_hide_one_that_is_not():
+    timed = loops([PLAIN, round_of("shaky", 1, 24.0), round_of("sure", 1, 24.4)], 1, 256)
+    forecast = Forecast([result("shaky", 0.8), result("sure", 0.75)], Traffic())
+    paces = {
+        "": (PLAIN_MS, None),
+        "shaky": (13.0, decision.Gain(20 / 13, 0.95, 2.5)),
+        "sure": (13.5, decision.Gain(20 / 13.5, 1.4, 1.56)),
+    }
+    decided = decision.decide(ran_at(forecast, timed, paces), "mean")
+    assert decided.chosen.option.drafter == "sure"
+    assert decided.gain.low == 1.4
+
+
+def test_what_is_called_measured_was():
+    """One pair of answers has no interval of its own: the ratio is that of its times all the same."""
+    timed = loops([PLAIN, round_of("wide", 3, 28.0)], 1, 256)
+    forecast = Forecast([result("wide", 0.8)], Traffic())
+    field = ran_at(forecast, timed, {"": (24.0, None), "wide": (18.0, None)})
+    mean = decision.decide(field, "mean")
+    assert mean.gain.value == pytest.approx(24 / 18)
+    assert "1.33 times as fast (measured, " in decision.reason(mean, {})
+    tail = decision.decide(field, "p99")
+    assert "(by the law with measured rounds, " in decision.reason(tail, {})
+
+
+def test_points_that_contradict_the_choice_of_the_runner_up_are_not_said():
+    """Measured, `wide` is the better; by the law it is the worse: no acceptance makes both equal."""
+    timed = loops([PLAIN, round_of("wide", 3, 28.0), round_of("mid", 3, 27.0)], 1, 256)
+    forecast = Forecast([result("wide", 0.8), result("mid", 0.8)], Traffic())
+    gain = decision.Gain(2.0, 1.9, 2.1)
+    paces = {"": (PLAIN_MS, None), "wide": (9.0, gain), "mid": (9.9, gain)}
+    decided = decision.decide(ran_at(forecast, timed, paces), "mean")
+    assert decided.chosen.option.drafter == "wide"
+    points = decision.tipping_points(decided, forecast)
+    assert points["runner_up_alpha"] is points["runner_up_round_ms"] is None
+    assert points["round_ms"] is not None
+
+
+def test_answers_of_a_batch_share_its_noise():
+    """Two batches of eight with 10% noise of their own: 400 runs, 95% within four standard errors."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        paces = 20 * np.exp(0.1 * rng.normal(size=(2, 4))).repeat(8, axis=1)
+        played = tuple(
+            Played(
+                arm=arm, lap=0, task="code", ms_per_token=tuple(paces[arm] / (1, 2)[arm]), emitted=(96,) * 32,
+                rounds=40, round_s=1.0, accepted=1, evaluated=1, batch=8,
+            )
+            for arm in (0, 1)
+        )  # fmt: skip
+        gain = Confirmation(lineage=LINEAGE, arms=("plain decoding", "x"), played=played).gain(1)
+        held += gain.low <= 2 <= gain.high
+    assert held / 400 == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 400) ** 0.5)
 
 
 def test_gain_is_of_pairs_and_its_interval_holds_it():
@@ -529,8 +619,21 @@ def test_shapes_that_are_not_trained_are_proposed(tmp_path, capsys):
     found = plan.details["unseen"]
     assert found["considered"] > found["unpredicted"] == 0
     assert (tmp_path / "next_drafters.gin").read_text() == found["gin"]
-    assert "worth" not in found
     assert f"{found['next'][0]['layers']} layers" in capsys.readouterr().err
+    # A lost file comes back with what is up to date.
+    (tmp_path / "next_drafters.gin").unlink()
+    codesign(run_dir=str(tmp_path), grid=GRID)
+    assert (tmp_path / "next_drafters.gin").read_text() == found["gin"]
+
+
+def test_shapes_that_are_not_expected_to_be_better_are_not_proposed(tmp_path, capsys):
+    names = ("one", "two", "three")
+    results = [result(n, a) for n, a in zip(names, (0.7, 0.75, 0.8), strict=True)]
+    plan = decided(tmp_path, with_latency(*names), *results, grid=GRID, objective="p99_gap")
+    assert plan.verdict == "do_not_speculate"
+    assert (plan.details["unseen"]["next"], plan.details["unseen"]["best_known"]) == ([], PLAIN_MS)
+    assert "none is expected to beat the 20.00" in capsys.readouterr().err
+    assert not (tmp_path / "next_drafters.gin").exists()
 
 
 def test_two_drafters_are_too_few_to_predict_others(tmp_path):
@@ -678,6 +781,7 @@ CONFIRM = Confirm(candidates=1, tasks=(Trial(task=None),))  # pyright: ignore[re
     [
         (profile_of(*GOOD), {"target": "other"}, "about the target 'target', not 'other'"),
         (profile_of(*GOOD), {"drafters": ("deep",)}, "no results of the drafter 'deep'"),
+        (profile_of(*GOOD), {"drafters": ("wide", "wide")}, "names 'wide' twice"),
         (profile_of(PLAIN), {}, "no rounds of the drafter 'wide'"),
         (profile_of(*GOOD[1:]), {}, "no round of plain decoding"),
         (profile_of(*GOOD), {"traffic": Traffic(batch=4)}, "at batch 4"),
@@ -699,6 +803,43 @@ def test_what_does_not_fit_is_refused(profile, settings, message, tmp_path):
     with pytest.raises(UserError, match=message):
         codesign(run_dir=str(run.root), **settings)
     assert not run.plan.exists()
+
+
+def test_real_runs_are_repeated_for_nothing_but_what_they_are_of(tmp_path, monkeypatch, capsys):
+    """Not for another seed; for another batch; and where they are lost, since the plan rests on them."""
+    turns = []
+
+    def play(pair, turn, prompts, batch, job):
+        turns.append(turn.arm)
+        return Played(
+            **turn._asdict(), ms_per_token=(9.0 if turn.arm else PLAIN_MS,) * batch, emitted=(9,) * batch,
+            rounds=4, round_s=0.1, accepted=5, evaluated=6, batch=batch,
+        )  # fmt: skip
+
+    monkeypatch.setattr(confirmation, "_loaded", lambda bench, options: list(options))
+    monkeypatch.setattr(confirmation, "_prompts", lambda *_: [])
+    monkeypatch.setattr(confirmation.Bench, "trials", lambda _: {"code": None})
+    monkeypatch.setattr(confirmation, "_play", play)
+    lineage = dataclasses.replace(LINEAGE, machine=artifacts.this_machine())
+    pairs = [dataclasses.replace(r, batch=2) for r in GOOD]
+    run = written(tmp_path, profile_of(*GOOD, *pairs, lineage=lineage), result("wide", 0.8))
+    once = {"run_dir": str(run.root), "confirm": CONFIRM, "topology": HOST}
+    codesign(**once)
+    assert len(turns) == 4
+    codesign(**once, seed=1)
+    codesign(**once, seed=0)
+    assert len(turns) == 4
+    played = report_evidence.read(run).confirmation
+    assert played
+    assert len(played.played) == 4
+    capsys.readouterr()
+    codesign(**once)
+    assert "is up to date" in capsys.readouterr().err
+    (run.root / confirmation.FILE).unlink()
+    codesign(**once)
+    assert len(turns) == 8
+    codesign(**once, traffic=Traffic(batch=2), config="pairs")
+    assert len(turns) == 12
 
 
 @pytest.mark.parametrize("name", ["profile", "acceptance"])
@@ -737,15 +878,20 @@ def test_grids_of_shapes_that_make_no_sense(wrong):
         dataclasses.replace(GRID, **wrong)
 
 
-def test_answers_longer_than_the_context_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("traffic", "message"),
+    [
+        (Traffic(tokens=512), r"Traffic.tokens = 512 do not fit the target's context of 512"),
+        (Traffic(context=513), r"Traffic.context = 513 is more than the target's context of 512"),
+    ],
+)
+def test_answers_longer_than_the_context_are_refused(traffic, message, tmp_path):
     """Before anything is worked out: 100 million tokens would take hours."""
     shape = dataclasses.replace(SHAPE, context=512)
     profile = with_latency("wide")
     steps = tuple(dataclasses.replace(s, shape=artifacts.to_json(shape)) for s in profile.steps)
     profile = dataclasses.replace(profile, steps=steps)
-    with pytest.raises(
-        UserError, match=r"Traffic.tokens = 512 do not fit the target's context of 512"
-    ):
-        decided(tmp_path, profile, result("wide", 0.85), traffic=Traffic(tokens=512))
+    with pytest.raises(UserError, match=message):
+        decided(tmp_path, profile, result("wide", 0.85), traffic=traffic)
     with pytest.raises(ValueError, match="at most 1000000"):
         Traffic(tokens=100_000_000)

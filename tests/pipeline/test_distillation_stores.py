@@ -295,7 +295,7 @@ def test_prompts_from_a_corpus():
     assert len(training.prompts()) == sum(not d.is_held_out(0.05) for d in Texts().documents())
     with pytest.raises(UserError, match="no held-out document of more than 99 characters"):
         CorpusPrompts(corpus=Texts(), count=1, characters=99).prompts()
-    with pytest.raises(ValueError, match="count must be positive"):
+    with pytest.raises(ValueError, match="count must be at least 1"):
         CorpusPrompts(corpus=Texts(), count=0)
 
 
@@ -325,3 +325,16 @@ def test_functions_to_be_described_do_not_show_their_docstring(monkeypatch):
     assert "Adds" not in prompt.text
     assert prompt.reference == "Adds up."
     assert not FunctionSummaries(count=3, held_out=not side, held_out_fraction=0.5).prompts()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: XSum(path="x", limit=-5), "XSum.limit must be at least 0, not -5"),
+        (lambda: FunctionSummaries(count=-1), "FunctionSummaries.count must be at least 1"),
+        (lambda: JsonlPrompts(path="x", name="x", held_out_fraction=7.0), "between 0 and 1, not 7"),
+    ],
+)
+def test_settings_of_tasks_that_make_no_sense(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from pipeline import figures, replay, report, report_decision, report_evidence
+from pipeline import figures, figures_acceptance, replay, report, report_decision, report_evidence
 from pipeline.core import artifacts
 from pipeline.core.run_dir import RunDir
 from pipeline.report_format import Table, as_text, interval, number, size
@@ -378,6 +379,37 @@ def test_a_report_that_is_missing_is_rendered_by_whoever_has_nothing_else_to_do(
     run.report.unlink()
     report.restore(run)
     assert "as it was" not in run.report.read_text()
+
+
+def test_a_report_of_before_its_artifacts_is_rendered_anew(tmp_path):
+    """A stage was killed between the two."""
+    run = example.write_all(tmp_path)
+    run.report.write_text("of an earlier plan")
+    os.utime(run.report, (1, 1))
+    report.restore(run)
+    assert "of an earlier plan" not in run.report.read_text()
+
+
+def test_every_warp_of_a_task_has_its_figures_and_rows(complete):
+    evidence = report_evidence.read(complete)
+    assert evidence.acceptance
+    assert evidence.plan
+    warmer = [
+        dataclasses.replace(r, warp={**r.warp, "temperature": 0.3})
+        for r in evidence.acceptance.results
+        if r.task == "code"
+    ]
+    both = (*evidence.acceptance.results, *warmer)
+    acceptance = dataclasses.replace(evidence.acceptance, results=both)
+    tasks = tuple(dict.fromkeys(r.task for r in figures_acceptance.largest(acceptance)))
+    assert len(tasks) == 1 + len(example.TASKS)
+    work = dataclasses.replace(evidence.plan.workload, tasks=tasks)
+    plan = dataclasses.replace(evidence.plan, workload=work)
+    shown = report_decision.paper_table(
+        dataclasses.replace(evidence, acceptance=acceptance, plan=plan, confirmation=None)
+    )
+    assert shown
+    assert {row[1] for row in shown.rows} == {*tasks, "all"}
 
 
 def test_a_stage_of_a_run_leaves_the_report_to_it(tmp_path, monkeypatch):

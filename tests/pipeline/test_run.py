@@ -304,6 +304,10 @@ def test_damaged_durations_are_not_known(tmp_path, text):
     run = RunDir.at(tmp_path)
     (run.root / "durations.json").write_text(text)
     assert Durations.of(run).outlook(["train", "profile"]) == ""
+    with Durations.of(run).measured("generate") as call:
+        (run.root / "generated" / "code").mkdir(parents=True)
+        (run.root / "generated" / "code" / "000000.jsonl").write_text("{}")
+    assert call.made
 
 
 def test_a_failed_stage_leaves_no_duration(tmp_path):

@@ -46,6 +46,7 @@ def trained(*shapes: TransformerShape, slope: float = 0.5) -> list[Trained]:
             name=f"d{i}",
             shape=shape,
             alpha=float(special.expit(slope * np.log(layer_params(shape) / 1e6))),
+            alpha_sd=0.0,
         )
         for i, shape in enumerate(shapes)
     ]

@@ -205,7 +205,7 @@ def write_plan(folder, **changes):
         placement="sharded",
         chips_per_copy=1,
         objective="mean",
-        workload=Workload(tasks=(), warp={}, batch=1, tokens=8),
+        workload=Workload(tasks=(), warp={}, batch=1, tokens=8, context=8),
         predicted=TIMES,
         measured=None,
         baseline_ms_per_token=2.0,
