@@ -79,11 +79,7 @@ def evaluate(
         seed=seed,
         tokenizer_hash=_tokenizer_hash(cards[target]),
         weights_hash=weights_hashes(run, cards),
-        inputs={
-            "settings": hashlib.sha256(repr(settings).encode()).hexdigest(),
-            **quality.packages(tasks),
-            **{f"task {trial.label}": known.get(trial, "absent") for trial in tasks},
-        },
+        inputs=_inputs(settings, tasks, known),
     )
     with run.lock("evaluate"):
         if artifacts.current(run.acceptance, Acceptance, lineage):
@@ -120,6 +116,15 @@ def evaluate(
 # --------------------------------------------------------------------------------------------------
 # What is asked for
 # --------------------------------------------------------------------------------------------------
+
+
+def _inputs(settings: tuple, tasks: Sequence[Trial], known: Mapping[Trial, str]) -> dict[str, str]:
+    """For the lineage: a task that is found, or a package that is installed later on, is other work."""
+    return {
+        "settings": hashlib.sha256(repr(settings).encode()).hexdigest(),
+        **quality.packages(tasks),
+        **{f"task {trial.label}": known.get(trial, "absent") for trial in tasks},
+    }
 
 
 def _check(

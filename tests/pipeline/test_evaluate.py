@@ -1,6 +1,7 @@
 """The evaluation of tiny random models: real runs, what is derived from them, and what is kept."""
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import shutil
@@ -404,6 +405,18 @@ def test_code_runs_only_when_it_is_allowed(run, copy, monkeypatch):
     (skipped,) = acceptance.skipped
     assert (skipped.task, acceptance.scores) == ("texts, pass@1", {})
     assert "run_generated_code" in skipped.reason
+
+
+def test_a_package_that_is_installed_later_is_another_input(monkeypatch):
+    trial = Trial(task=Texts(), metric="rouge2")
+    assert quality.packages([trial])["rouge-score"] != "absent"
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert quality.packages([trial]) == {"rouge-score": "absent"}
+    assert quality.packages([]) == {}
 
 
 def test_rouge_2_counts_common_pairs_of_words():
