@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.candidates import IN_WORDS, Forecast, Option, loops, plain_of, traffic_of
+from pipeline.candidates import IN_WORDS, Forecast, Option, loops, plain_of, task_labels, traffic_of
 from pipeline.report_evidence import Evidence
 from pipeline.report_format import Table, count, ms, number, percent, table, times
 from pipeline.run_durations import in_words
@@ -204,10 +204,12 @@ def _expected(evidence: Evidence, one: Candidate, task: str) -> Arms | None:
     if plan is None or profile is None or acceptance is None:
         return None
     traffic = traffic_of(plan.workload)
+    if not set(traffic.tasks) <= set(task_labels(acceptance.results)):
+        return None  # evaluated anew on other tasks, and not decided since
     timed = loops(profile.rounds, traffic.batch, traffic.context)
     option, plain = _option(one), plain_of(timed)
     forecast = Forecast(acceptance.results, traffic)
-    if option not in timed or plain is None or task not in forecast.tasks:
+    if option not in timed or plain is None:
         return None
     forecast = forecast.of_task(task)
     expected = forecast.times(option, forecast.loop(option, timed).ms)

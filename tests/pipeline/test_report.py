@@ -390,6 +390,18 @@ def test_a_report_of_before_its_artifacts_is_rendered_anew(tmp_path):
     assert "of an earlier plan" not in run.report.read_text()
 
 
+def test_a_plan_for_tasks_that_are_no_longer_evaluated_shows_what_it_knows(complete):
+    evidence = report_evidence.read(complete)
+    assert evidence.acceptance
+    others = [dataclasses.replace(r, task=f"other {r.task}") for r in evidence.acceptance.results]
+    acceptance = dataclasses.replace(evidence.acceptance, results=tuple(others))
+    shown = report_decision.paper_table(
+        dataclasses.replace(evidence, acceptance=acceptance, confirmation=None)
+    )
+    assert shown
+    assert {row[1] for row in shown.rows} == {"all"}
+
+
 def test_every_warp_of_a_task_has_its_figures_and_rows(complete):
     evidence = report_evidence.read(complete)
     assert evidence.acceptance
