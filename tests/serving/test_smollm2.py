@@ -4,23 +4,33 @@ import json
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from drafters.mesh import Topology
 from serving.decode import Prompt, decode
 from serving.pair import load
 from serving.plan import Choice
 from serving.sampling import SamplingParams
+from tools.pack_drafter import unpack
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_greedy.json").read_text())
 ONE = Topology(name="host_1", platform="cpu")
 
 
+@pytest.fixture(scope="module")
+def stored(smollm2, tmp_path_factory) -> str:
+    """The drafter that the repository carries."""
+    folder = tmp_path_factory.mktemp("stored") / "two"
+    unpack(epath.Path("gin/drafters/smollm2_two.safetensors"), epath.Path(smollm2), folder)
+    return str(folder)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "choice", [Choice(k=0), Choice(drafter="ngram", k=3)], ids=["plain", "ngram"]
-)
-def test_greedy_tokens_are_those_of_transformers(smollm2, choice):
+@pytest.mark.parametrize("drafter", ["", "ngram", "two"])
+def test_greedy_tokens_are_those_of_transformers(smollm2, stored, drafter):
     """All prompts in one batch of unequal rows, 64 tokens each, over the cache."""
+    names = {"two": stored}
+    choice = Choice(drafter=names.get(drafter, drafter), k=3) if drafter else Choice(k=0)
     pair = load(".", ONE, str(smollm2), choice)
     prompts = [
         Prompt(
@@ -34,3 +44,5 @@ def test_greedy_tokens_are_those_of_transformers(smollm2, choice):
     assert [list(prompt.tokens) for prompt in prompts] == [row["prompt_ids"] for row in GOLDEN]
     answers = decode(pair, prompts)
     assert [list(answer.tokens) for answer in answers] == [row["ids"] for row in GOLDEN]
+    if drafter == "two":
+        assert sum(answer.accepted for answer in answers) > sum(a.rounds for a in answers) / 3
