@@ -101,12 +101,17 @@ def _require_fit(
         )
     if ids is None and not shape.head_vocab:
         return
-    good = ids is not None and ids.dtype.kind == "i" and ids.shape == (shape.head_vocab,)
-    if not good or np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= shape.vocab_size:
+    if not _increasing(ids, shape.head_vocab, shape.vocab_size):
         raise UserError(
             f"{file}: {_DRAFT_IDS} are not {shape.head_vocab} increasing ids below {shape.vocab_size}; fetch "
             "it again"
         )
+
+
+def _increasing(ids: np.ndarray | None, count: int, below: int) -> bool:
+    if ids is None or ids.dtype.kind != "i" or ids.shape != (count,):
+        return False
+    return bool(np.all(np.diff(ids) > 0) and ids[0] >= 0 and ids[-1] < below)
 
 
 def _embedding(target: epath.Path, card: ModelCard, dtype: str) -> np.ndarray:
