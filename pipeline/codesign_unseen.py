@@ -65,7 +65,7 @@ def survey(
     limit = asked.left(target, profile.topology.num_chips, hbm_bytes) if hbm_bytes else 0.0
     outlook = asked.look(grid, target, limit)
     known = min(value(one.predicted, objective) for one in field)
-    best = [one for one in outlook.prospects[: grid.suggestions] if one.hoped < known]
+    best = [one for one in outlook.prospects if one.hoped < known][: grid.suggestions]
     return {
         "best_known": known,
         "rests_on": asked.says,
@@ -119,7 +119,7 @@ def lines(plan: Plan) -> Iterator[str]:
         f"drafters say nothing; {found['rests_on']}"
     )
     if not found["next"]:
-        yield f"  none is expected to beat the {found['best_known']:.2f} of what is there"
+        yield f"  none can be hoped to beat the {found['best_known']:.2f} of what is there"
     for one in found["next"]:
         low, high = one["interval"]
         alpha = one["alpha"]

@@ -327,7 +327,7 @@ def _why(decision: Decision) -> Iterator[str]:
         worse = (
             f"{regret:.1f}% worse"
             if regret >= 0
-            else f"{-regret:.1f}% better in a run too short to tell"
+            else f"{-regret:.1f}% better, but not by more than the noise"
         )
         yield f"Next best: {other.option}, {worse}."
 
@@ -390,13 +390,12 @@ def with_measurement(
       longest_ms: by the profile, of a round with drafts where others have none. A run tells the mean round
         alone, so that the rarer gaps between tokens are then predicted, and not measured.
     """
-    longest_ms *= round_ms / one.loop.ms
-    if longest_ms > round_ms:
+    if longest_ms > one.loop.ms:
         times = dataclasses.replace(times, p99_gap_ms=None)
     return dataclasses.replace(
         one,
         measured=times,
         measured_round_ms=round_ms,
         measured_gain=gain,
-        refined=forecast.times(one.option, round_ms, longest_ms),
+        refined=forecast.times(one.option, round_ms, longest_ms * round_ms / one.loop.ms),
     )

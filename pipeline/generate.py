@@ -100,6 +100,10 @@ def _check(tasks: Sequence[Trial], batch_size: int) -> None:
     names = [trial.name for trial in tasks]
     if not names:
         raise UserError("generate.tasks is empty: name at least one")
+    if odd := [name for name in names if epath.Path(name).name != name]:
+        raise UserError(
+            f"generate.tasks: the name {odd[0]!r} is no name of a folder; choose another"
+        )
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"generate.tasks names {repeated[0]!r} twice; rename or remove one")
 

@@ -12,9 +12,9 @@ Answers are kept as JSONL, one file per batch of requests, each written atomical
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -67,9 +67,9 @@ def generate(
         raise ValueError(f"batch_size must be positive, not {batch_size}")
     folder = epath.Path(folder)
     files = sorted(folder.glob("*.jsonl")) if folder.exists() else []
-    done = {row["id"] for file in files for _, row in json_lines(str(file))}
-    missing = list({p.id: p for p in prompts if p.id not in done}.values())
-    first = int(files[-1].stem) + 1 if files else 0
+    done = {_asked(row, where) for file in files for where, row in json_lines(str(file))}
+    missing = list({p.id: p for p in prompts if (p.id, p.text) not in done}.values())
+    first = max((int(file.stem) for file in files if file.stem.isdecimal()), default=-1) + 1
     starts = range(0, len(missing), batch_size)
     for number, start in enumerate(
         progress_bar(starts, unit="batch", description="generate", shown=progress)
@@ -82,6 +82,11 @@ def generate(
         ]
         atomic_write(folder / f"{first + number:06d}.jsonl", "\n".join(lines) + "\n")
     return len(missing)
+
+
+def _asked(row: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Id and text: an id may name a place in a file, where another prompt stands by now."""
+    return require_field(row, "id", str, where), require_field(row, "prompt", str, where)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,7 @@ def ask(trial: Trial, tokenizer: Tokenizer, seed: int) -> Asked:
     prompts = prompts[: trial.requests] if trial.requests else prompts
     if not prompts:
         raise UserError(
-            f"the task {trial.name!r} has no prompts: give its data, or remove it from evaluate.tasks"
+            f"the task {trial.name!r} has no prompts: give its data, or leave it out of the tasks"
         )
     # Requests of different stage seeds share no noise.
     first = trial.sampling.seed + 1_000_003 * seed

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafters.mesh import Topology
+from drafters.model_card import read_card
 from pipeline.core.errors import UserError
 from serving.decode import Prompt, decode
 from serving.pair import NGRAM, Pair, load_target, with_drafter
@@ -89,6 +90,9 @@ def ours(pair: Pair, ids: Sequence[int]) -> Arm:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         prompt = Prompt(index=0, text="", tokens=tuple(ids), params=params)
         answer = decode(pair, [prompt], rounds_per_call=tokens)[0]
+        if answer.error or len(answer.tokens) < tokens:
+            why = answer.error or f"{len(answer.tokens)} of {tokens} tokens fit behind the prompt"
+            raise UserError(f"{why}; give a shorter prompt, or ask for fewer tokens")
         return Run(answer.tokens, answer.rounds)
 
     return run
@@ -166,8 +170,9 @@ def export(model: str, destination: str, target: str = "") -> str:
     from tools.export_model import main as export_model
 
     path = f"{destination}/exported"
+    trimmed = bool(target and read_card(model).draft_ids)
     with contextlib.redirect_stdout(io.StringIO()):
-        export_model([model, path, *([f"--target={target}"] if target else [])])
+        export_model([model, path, *([f"--target={target}"] if trimmed else [])])
     return path
 
 

@@ -226,8 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     topology.prepare()
     pair = load_target(".", topology, given.model)
     if given.sixteen:
-        # All 16 hold the whole of SmolLM2's attention, and share the cores: a pass takes a second.
-        lines = [*pair.notes, *scoring_curve(pair, 256, (4, 5, 8), repeats=1, steps=1)]
+        lines = [*pair.notes, *scoring_curve(pair, 256, (4, 5, 8), repeats=3, steps=3)]
         print("\n".join(lines))
         return 0
     print(f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}")

@@ -26,6 +26,7 @@ from etils import epath
 
 from drafters.model_card import read_card, read_tokenizer
 from pipeline.core.errors import UserError
+from pipeline.core.run_dir import explain_os_errors
 from tools.bench_arms import Run, Work
 from tools.bench_decode import MODEL
 from tools.bench_worker import Worker, working
@@ -124,6 +125,25 @@ def _tools(gguf: str) -> list[str]:
     return [OURS, *PEERS]
 
 
+def _count(text: str) -> int:
+    """For argparse: a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _text(path: str) -> str:
+    try:
+        with explain_os_errors(path, "read"):
+            return Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8 ({error})") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -134,18 +154,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=MODEL, help="a model directory")
     parser.add_argument("--drafter", default="", help="a model directory; none without")
     parser.add_argument("--gguf", default="", help="the same model as a GGUF file")
-    parser.add_argument("--k", default="4,7,10", help="drafts per round, several by commas")
+    parser.add_argument(
+        "--k", type=_counts, default=(4, 7, 10), help="drafts per round, several by commas"
+    )
     parser.add_argument("--prompt_file", default="", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=_count, default=96)
+    parser.add_argument("--repeats", type=_count, default=5)
     given = parser.parse_args(arguments)
-    text = Path(given.prompt_file).read_text("utf-8") if given.prompt_file else REPETITIVE
-    ids = read_tokenizer(epath.Path(given.model), read_card(given.model)).encode(text)
+    model = os.path.abspath(given.model)
+    text = _text(given.prompt_file) if given.prompt_file else REPETITIVE
+    ids = read_tokenizer(epath.Path(model), read_card(model)).encode(text)
     work = Work(
-        model=given.model,
-        drafter=given.drafter,
+        model=model,
+        drafter=given.drafter and os.path.abspath(given.drafter),
         gguf=given.gguf,
-        counts=[int(k) for k in given.k.split(",")],
+        counts=given.k,
         ids=ids,
     )
     print(

@@ -16,20 +16,24 @@ import numpy as np
 from etils import epath
 from tqdm import tqdm
 
-from drafters.formats.huggingface import SHARD_BYTES, export, with_whole_head
+from drafters.formats.huggingface import CONFIG, SHARD_BYTES, export, with_whole_head
 from drafters.model_card import ModelCard, read_card, read_draft_ids, read_tokenizer
 from drafters.models import head_of, read_params_of
 from drafters.shapes import TransformerShape
 from drafters.transformer import Params
 from pipeline.core.artifacts import sha256_of_file
 from pipeline.core.errors import UserError, run_cli
+from pipeline.core.run_dir import require_replaceable
 
 
 def export_model(
     source: epath.Path, destination: epath.Path, target: epath.Path | None, shard_bytes: int
 ) -> None:
     """Writes the folder `destination`; see the module."""
+    require_replaceable(destination, CONFIG, source, *([target] if target else []))
     card = read_card(source)
+    if target and not card.draft_ids:
+        raise UserError(f"{source} proposes the whole vocabulary: leave --target away")
     tokenizer = read_tokenizer(source, card) if card.tokenizer else None
     shape, params = _whole(source, card, target)
     total = shape.weight_bytes(card.dtype)

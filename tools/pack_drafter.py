@@ -23,9 +23,10 @@ from safetensors import SafetensorError, safe_open
 from drafters.formats.tensors import DTYPES, flatten, leaf_shapes, nest
 from drafters.model_card import CARD, ModelCard, read_card, read_draft_ids, read_tokenizer
 from drafters.models import read_params_of, write_model
+from drafters.shapes import TransformerShape
 from pipeline.core import artifacts
 from pipeline.core.errors import UserError, run_cli
-from pipeline.core.run_dir import atomic_write, explain_os_errors
+from pipeline.core.run_dir import atomic_write, explain_os_errors, require_replaceable
 
 _EMBEDDING = ("embedding",)
 _DRAFT_IDS = "draft_ids"
@@ -63,14 +64,16 @@ def unpack(file: epath.Path, target: epath.Path, model: epath.Path) -> ModelCard
     Raises:
       UserError: the file is damaged, or was packed beside another target.
     """
+    require_replaceable(model, CARD, target)
     packed, tensors, taught_by = _read(file)
     card = read_card(target)
     if taught_by != card.weights_hash:
         raise UserError(
             f"{file} was packed beside a target with the weights {taught_by[:12]}, {target} has "
-            f"{card.weights_hash[:12]}: give the target that the drafter was trained for"
+            f"{card.weights_hash[:12]}: give the target that the drafter was trained for, in its dtype"
         )
     ids = tensors.pop(_DRAFT_IDS, None)
+    _require_fit(file, packed.shape, card.shape, ids)
     leaves = {
         path: leaf.astype(DTYPES[card.dtype]) for path, leaf in _leaves(file, packed, tensors)
     }
@@ -86,6 +89,29 @@ def unpack(file: epath.Path, target: epath.Path, model: epath.Path) -> ModelCard
         config=packed.lineage.config,
         seed=packed.lineage.seed,
     )
+
+
+def _require_fit(
+    file: epath.Path, shape: TransformerShape, target: TransformerShape, ids: np.ndarray | None
+) -> None:
+    """Refuses a file whose drafter has other tokens than the target, or a head of other ones than it says."""
+    if (shape.vocab_size, shape.width) != (target.vocab_size, target.width):
+        raise UserError(
+            f"{file}: its card says another embedding than the target's; fetch it again"
+        )
+    if ids is None and not shape.head_vocab:
+        return
+    if not _increasing(ids, shape.head_vocab, shape.vocab_size):
+        raise UserError(
+            f"{file}: {_DRAFT_IDS} are not {shape.head_vocab} increasing ids below {shape.vocab_size}; fetch "
+            "it again"
+        )
+
+
+def _increasing(ids: np.ndarray | None, count: int, below: int) -> bool:
+    if ids is None or ids.dtype.kind != "i" or ids.shape != (count,):
+        return False
+    return bool(np.all(np.diff(ids) > 0) and ids[0] >= 0 and ids[-1] < below)
 
 
 def _embedding(target: epath.Path, card: ModelCard, dtype: str) -> np.ndarray:

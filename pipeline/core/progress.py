@@ -41,11 +41,15 @@ def progress_bar(
 
 
 class _Lines(tqdm):
-    """Writes a line at every refresh; work that is shorter than their distance says nothing."""
+    """Writes a line now and then; work that is shorter than their distance says nothing."""
+
+    _said_s = 0.0  # when the last line was written, since the beginning
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """A line instead of a bar."""
-        if self.n > self.initial and self._elapsed() >= self.mininterval:
+        """A line instead of a bar; a new description is no reason for one."""
+        elapsed = self._elapsed()
+        if self.n > self.initial and elapsed - self._said_s >= self.mininterval:
+            self._said_s = elapsed
             self.fp.write(f"{self._said()}\n")
 
     def clear(self, nolock: bool = False) -> None:

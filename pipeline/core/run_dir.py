@@ -105,7 +105,37 @@ def claim(path: epath.PathLike, content: Any) -> Any:
         atomic_write(path, json.dumps(content, indent=2) + "\n")
         return content
     with explain_os_errors(path, "read"):
-        return json.loads(path.read_text())
+        text = path.read_text()
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); delete it with its folder") from error
+    if not isinstance(found, type(content)):
+        raise UserError(f"{path} is damaged; delete it with its folder")
+    return found
+
+
+def require_replaceable(folder: epath.PathLike, mark: str, *sources: epath.PathLike) -> None:
+    """Refuses to write a folder over anything but an older one of its kind.
+
+    Args:
+      folder: to be written.
+      mark: a file that all of its kind have.
+      sources: what it is made of.
+
+    Raises:
+      UserError: something else is there.
+    """
+    folder = epath.Path(folder)
+    if any(folder.resolve() == epath.Path(source).resolve() for source in sources):
+        raise UserError(f"{folder} is what is read: write to another place")
+    if not folder.exists():
+        return
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).exists()):
+        raise UserError(
+            f"{folder} exists and has no {mark}, so it would not be replaced by its like: choose another "
+            "place, or remove it"
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.run_dir import RunDir
 from pipeline.generate import generate
 from pipeline.generated import GeneratedCorpus
+from pipeline.tasks import JsonlPrompts
 from pipeline.trials import Trial
 from serving.sampling import SamplingParams
 from tests.pipeline.test_evaluate import Texts, write_models
@@ -64,6 +65,20 @@ def test_more_samples_are_added(run_dir):
     assert len({row["text"] for row in added}) > len(first)
 
 
+def test_a_prompt_that_took_the_place_of_another_is_asked(run_dir, tmp_path):
+    """Ids of prompts in files are their lines."""
+    path = tmp_path / "own.jsonl"
+    task = JsonlPrompts(path=str(path), name="own")
+    trial = Trial(task=task, sampling=SamplingParams(max_tokens=4))
+    for words in (["alpha", "beta"], ["new", "alpha", "beta"]):
+        path.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words))
+        ask(run_dir, tasks=(trial,))
+        (RunDir.at(run_dir).root / "generated" / "own" / "notes.jsonl").write_text("")
+    written = (RunDir.at(run_dir).root / "generated" / "own").glob("*.jsonl")
+    asked = [json.loads(line)["prompt"] for f in written for line in f.read_text().splitlines()]
+    assert {"new", "alpha", "beta"} <= set(asked)
+
+
 def test_text_of_other_settings_is_refused(run_dir):
     ask(run_dir)
     warmer = dataclasses.replace(TRIAL, sampling=SamplingParams(temperature=1.0, max_tokens=12))
@@ -85,6 +100,7 @@ def test_a_prompt_that_cannot_be_answered_is_named(run_dir):
         (dict(tasks=()), "tasks is empty"),
         (dict(tasks=(TRIAL, TRIAL)), "names 'texts' twice"),
         (dict(batch_size=0), "batch_size must be at least 1"),
+        (dict(tasks=(Trial(task=Texts(name="../x")),)), "'../x' is no name of a folder"),
         (dict(target="nobody"), "nobody"),
     ],
 )

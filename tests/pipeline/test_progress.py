@@ -1,6 +1,7 @@
 """How far long work is: lines in a log, a bar on a terminal, nothing where it is not wanted."""
 
 import sys
+import time
 
 from pipeline.core import progress
 
@@ -15,6 +16,16 @@ def test_a_log_gets_lines_that_say_how_far_it_is(capsys, monkeypatch):
     assert [line.split(",")[0] for line in lines] == [f"code: {n}/4 answer" for n in (2, 3, 4)]
     assert lines[-1].endswith("00:00 left")
     assert "\r" not in written
+
+
+def test_a_new_description_is_no_reason_for_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_LINES_EVERY_S", 0.2)
+    with progress.progress_bar(total=4, unit="answer") as bar:
+        time.sleep(0.25)
+        bar.update()
+        bar.set_description("code")
+        bar.set_description("chat")
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_short_work_needs_no_lines(capsys):

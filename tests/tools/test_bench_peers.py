@@ -126,3 +126,20 @@ def test_a_drafter_with_a_trimmed_head_is_exported_beside_its_target(tmp_path):
     folder = bench_arms.export(str(drafter), str(tmp_path), str(target))
     weights = HuggingFaceFolder(folder).shapes()
     assert weights["lm_head.weight"] == (SHAPE.vocab_size, SHAPE.width)
+
+
+@pytest.mark.parametrize("wrong", ["--k=x", "--k=", "--k=0,3", "--tokens=0", "--repeats=-1"])
+def test_numbers_that_make_no_sense_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as refused:
+        bench_peers.main([wrong])
+    assert refused.value.code == 2
+    assert "is no whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_prompt_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "prompt"
+    with pytest.raises(UserError, match=r"cannot read .*prompt"):
+        bench_peers._text(str(path))
+    path.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match="prompt is no text in UTF-8"):
+        bench_peers._text(str(path))

@@ -229,3 +229,23 @@ def test_a_missing_or_malformed_card_is_refused(tmp_path):
     (tmp_path / "model.json").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"model\.json: not a JSON file"):
         read_card(tmp_path)
+
+
+def test_nothing_but_an_older_one_of_its_kind_is_replaced(tmp_path, capsys):
+    model = saved(tmp_path / "model")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "thesis.tex").write_text("a year")
+    assert "has no config.json" in failure(export_model, [model, work], capsys)
+    assert "has no model.json" in failure(import_model, [GOLDEN / "qwen3", work], capsys)
+    assert "has no config.json" in failure(export_model, [model, work / "thesis.tex"], capsys)
+    assert "is what is read" in failure(export_model, [model, model], capsys)
+    assert (work / "thesis.tex").read_text() == "a year"
+    for _ in range(2):
+        assert export_model.main([str(model), str(tmp_path / "hf")]) == 0
+
+
+def test_a_target_that_completes_nothing_is_refused(tmp_path, capsys, no_leftovers):
+    model = saved(tmp_path / "model")
+    message = failure(export_model, [model, no_leftovers / "hf", f"--target={model}"], capsys)
+    assert "proposes the whole vocabulary" in message

@@ -6,6 +6,8 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
+from safetensors import safe_open
 
 from drafters.formats.tensors import flatten
 from drafters.model_card import Source, read_card, read_draft_ids
@@ -73,3 +75,27 @@ def test_a_damaged_file_is_refused(folders, tmp_path, content, capsys):
     (tmp_path / "file").write_bytes(content)
     assert call("unpack", tmp_path / "file", target, tmp_path / "back") == 2
     assert "not a packed drafter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ids", [None, [1, 0, 2, 3], [0, 1, 2, 9999], [0, 1]])
+def test_a_file_with_other_ids_than_its_head_is_refused(folders, tmp_path, ids, capsys):
+    target, drafter = folders
+    call("pack", drafter, target, tmp_path / "file")
+    with safe_open(tmp_path / "file", framework="numpy") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        told = opened.metadata()
+    tensors.pop("draft_ids")
+    if ids is not None:
+        tensors["draft_ids"] = np.array(ids, np.int32)
+    safetensors.numpy.save_file(tensors, tmp_path / "file", metadata=told)
+    capsys.readouterr()
+    assert call("unpack", tmp_path / "file", target, tmp_path / "back") == 2
+    assert "draft_ids are not 4 increasing ids" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_target_is_not_overwritten(folders, tmp_path, capsys):
+    target, drafter = folders
+    call("pack", drafter, target, tmp_path / "file")
+    assert call("unpack", tmp_path / "file", target, target) == 2
+    assert "is what is read" in capsys.readouterr().err
