@@ -59,6 +59,8 @@ def padded_length(batch: int, length: int) -> int:
     return length
 
 
-def pad_last(x: jax.Array, size: int) -> jax.Array:
-    """Zeros behind the last axis, up to `size`."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+def padded(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
+    """Zeros behind an axis, up to `size`."""
+    missing = [(0, 0)] * x.ndim
+    missing[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, missing)

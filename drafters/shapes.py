@@ -88,9 +88,7 @@ class Layout(NamedTuple):
     kv_repeats: int  # copies of each key/value head, so that more chips hold a whole group
     kv_heads: int  # with copies and groups of zeros
     queries_per_group: int  # of the copies
-    zero_heads: (
-        int  # query heads that were added: their weights are zeros, and so is what they give
-    )
+    zero_heads: int  # query heads that were added, whose weights are zeros
     shard_attention: bool
     shard_mlp: bool
     shard_embedding: bool
@@ -265,10 +263,12 @@ class TransformerShape:
         the least. An all-reduce for less than half the work does not pay: then every chip holds all of
         attention, as it does of an MLP or a vocabulary that do not divide.
         """
-        groups, per_group = self.num_kv_heads, self.queries_per_group
-        found = self._divided_heads(chips)
-        divides = chips == 1 or 2 * found.rows <= chips * _Heads(1, groups, per_group).rows
-        heads = found if divides else _Heads(1, groups, per_group)
+        whole, divided = (
+            _Heads(1, self.num_kv_heads, self.queries_per_group),
+            self._divided_heads(chips),
+        )
+        divides = chips == 1 or 2 * divided.rows <= chips * whole.rows
+        heads = divided if divides else whole
         return Layout(
             chips=chips,
             kv_repeats=heads.repeats,

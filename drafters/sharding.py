@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drafters.kv_cache import KVCache
+from drafters.products import padded
 from drafters.shapes import Layout, TransformerShape
 from drafters.transformer import Params, abstract_params
 
@@ -147,22 +148,16 @@ def divide_heads(params: Params, layout: Layout) -> Params:
     repeats, groups, per_group = layout.kv_repeats, layout.kv_heads, layout.queries_per_group
 
     def split(queries: jax.Array) -> jax.Array:  # [G, R, ...] -> [G', R', ...]
-        queries = _padded(queries, 1, repeats * per_group)
-        return _padded(queries.reshape(-1, per_group, *queries.shape[2:]), 0, groups)
+        queries = padded(queries, repeats * per_group, axis=1)
+        return padded(queries.reshape(-1, per_group, *queries.shape[2:]), groups, axis=0)
 
     def of(path: tuple, leaf: jax.Array) -> jax.Array:
         name = path[-1].key
         if name in ("qkv", "qkv_bias"):  # [G, R + 2, ...]
-            shared = _padded(jnp.repeat(leaf[:, -2:], repeats, axis=0), 0, groups)
+            shared = padded(jnp.repeat(leaf[:, -2:], repeats, axis=0), groups, axis=0)
             return jnp.concatenate((split(leaf[:, :-2]), shared), axis=1)
         if name == "out":  # [D, G, R, H]
             return jnp.moveaxis(split(jnp.moveaxis(leaf, 0, -1)), -1, 0)
         return leaf
 
     return jax.tree_util.tree_map_with_path(of, params)
-
-
-def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Zeros behind `axis`, up to `size`."""
-    missing = [(0, size - x.shape[axis] if at == axis else 0) for at in range(x.ndim)]
-    return jnp.pad(x, missing)

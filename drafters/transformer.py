@@ -23,7 +23,7 @@ from drafters import attention, rope
 from drafters.attention import Memory, View
 from drafters.compilation import run_once
 from drafters.kv_cache import KVCache
-from drafters.products import SAVED, pad_last, padded_length, product
+from drafters.products import SAVED, padded, padded_length, product
 from drafters.shapes import LayerKind, TransformerShape
 
 Params = dict[str, Any]
@@ -351,7 +351,7 @@ class Transformer(nnx.Module):
         cache needs room for length + max(T, SMALLEST_WRITE).
         """
         start, (batch, length) = cache.length, tokens.shape
-        tokens = pad_last(tokens, padded_length(batch, length))
+        tokens = padded(tokens, padded_length(batch, length))
         positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
         slots = jnp.arange(cache.capacity)[None]
         views = {
@@ -378,7 +378,7 @@ class Transformer(nnx.Module):
         """Hidden states [D, ...] -> logits f32[V or draft vocabulary, ...]."""
         head, columns = self._head_of(self).astype(x.dtype), x.reshape(x.shape[0], -1)
         count = columns.shape[1]
-        columns = pad_last(columns, padded_length(1, count))
+        columns = padded(columns, padded_length(1, count))
         logits = jnp.einsum("vd,dc->vc", head, columns, preferred_element_type=jnp.float32)
         return logits[:, :count].reshape(-1, *x.shape[1:])
 

@@ -261,8 +261,7 @@ class Forecast:
 
     def _drafting(self, option: Option) -> float:
         """The share of rounds with drafts over all tasks: each has as many tokens, in tokens / tau rounds."""
-        found = [self._result(option, task) for task in self.tasks] if option.k else []
-        known = [result for result in found if result]
+        known = self._known(option)
         if not known:
             return 1.0
         rounds = [1 / (1 + sum(result.survival[: option.k])) for result in known]
@@ -270,7 +269,7 @@ class Forecast:
 
     def acceptance_spread(self, option: Option) -> float:
         """How uncertain tau is: half its 95% interval, relative, over all tasks."""
-        widths = [_tau_spread(r, option.k) for t in self.tasks if (r := self._result(option, t))]
+        widths = [_tau_spread(result, option.k) for result in self._known(option)]
         return float(np.sqrt(np.sum(np.square(widths)))) / max(1, len(widths))
 
     def alpha(self, option: Option) -> float:
@@ -279,17 +278,19 @@ class Forecast:
         return mean_acceptance(requests.weights @ requests.survival) if requests else 0.0
 
     def alpha_sd(self, option: Option) -> float:
-        """How much alpha differs between the requests of a task, the mean over the tasks."""
-        found = [result for task in self.tasks if (result := self._result(option, task))]
-        return (
-            float(np.mean([result.alpha_sd_between_requests for result in found])) if found else 0.0
-        )
+        """How much alpha differs between the requests of a task, the mean over the tasks that are known."""
+        return float(np.mean([r.alpha_sd_between_requests for r in self._known(option)]))
 
     def warps(self) -> dict[str, Any]:
         """Of each task, what shapes its distributions; of all where they agree."""
         found = {label: result.warp for label, result in self._results}
         first = next(iter(found.values()), {})
         return dict(first) if all(warp == first for warp in found.values()) else dict(found)
+
+    def _known(self, option: Option) -> list[Result]:
+        """The evidence of every task that has some."""
+        found = (self._result(option, task) for task in self.tasks)
+        return [result for result in found if result]
 
     def _result(self, option: Option, task: str) -> Result | None:
         """The evidence at K drafts, or, which is as good under the token rule, at the next larger number."""

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from drafters.mesh import Topology
 from pipeline.core.errors import UserError
 from pipeline.core.events import EventWriter
+from pipeline.core.progress import progress_bar
 from pipeline.objectives import Metrics
 
 _PEAK_SIZE = (
@@ -152,14 +153,9 @@ class Journal:
     def __init__(self, folder: epath.PathLike, name: str, steps: int, first: int, leads: bool):
         self._open = contextlib.ExitStack()
         self._events = self._open.enter_context(EventWriter(folder)) if leads else None
-        shown = leads and sys.stderr.isatty()
-        self._bar = tqdm(
-            total=steps,
-            initial=first,
-            desc=name,
-            unit="step",
-            disable=not shown,
-            dynamic_ncols=True,
+        shown = leads and sys.stderr.isatty()  # a log gets the lines of `_lines`
+        self._bar = progress_bar(
+            total=steps, initial=first, unit="step", description=name, shown=shown
         )
         self._lines = leads and not shown
         self._name, self._steps = name, steps

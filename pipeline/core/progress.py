@@ -72,4 +72,4 @@ class _Lines(tqdm):
         if self.total:
             rest = (self.total - self.n) * elapsed / (self.n - self.initial)
             left = f", {tqdm.format_interval(rest)} left"
-        return f"{name}{self.n}{total} {told['unit'].strip()}{left}"
+        return f"{name}{self.n}{total} {told['unit']}{left}"

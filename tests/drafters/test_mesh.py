@@ -20,6 +20,10 @@ from tests.drafters.random_params import random_params
 
 MODEL_TOLERANCE = 1e-4  # fp32, whole models
 MESH = Topology(name="host_16", platform="cpu", axes=("x", "y", "z"), sizes=(2, 2, 4))
+# Query heads that do not divide, as SmolLM2's nine.
+NINE = TransformerShape(
+    vocab_size=96, num_layers=2, width=64, num_heads=9, num_kv_heads=3, head_dim=8, mlp_width=96
+)
 SHAPES = {
     # Key/value heads fewer than chips, biases, its own head.
     "grouped": TransformerShape(
@@ -34,21 +38,10 @@ SHAPES = {
         output_bias=True,
         tied_head=False,
     ),
-    # Query heads that do not divide, as SmolLM2's nine.
-    "nine heads": TransformerShape(
-        vocab_size=96, num_layers=2, width=64, num_heads=9, num_kv_heads=3, head_dim=8, mlp_width=96
-    ),
+    "nine heads": NINE,
     # Groups whose copies share unequally, with norms and biases of heads, as Qwen's fourteen.
-    "fourteen heads": TransformerShape(
-        vocab_size=96,
-        num_layers=2,
-        width=64,
-        num_heads=14,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_width=96,
-        qkv_bias=True,
-        qk_norm=True,
+    "fourteen heads": dataclasses.replace(
+        NINE, num_heads=14, num_kv_heads=2, qkv_bias=True, qk_norm=True
     ),
     # Nothing divides but the heads.
     "odd": TransformerShape(
