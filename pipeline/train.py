@@ -38,8 +38,10 @@ from pipeline.training_loop import Ended, Feed, Loop, Share, stop_requests
 from pipeline.training_models import (
     Bench,
     Ingredients,
+    Start,
     Target,
     TrainingRecord,
+    find_start,
     initial_params,
     read_target,
     require_teachable,
@@ -200,7 +202,8 @@ def _plan(
     lines = [f"{topology.name}: {topology.num_chips} chips, {member.processes} processes"]
     for spec in models:
         shape = spec.shape
-        learns = f", learns from {target}" if spec.needs_target else ""
+        learns = f", goes on from {spec.start}" if spec.start else ""
+        learns += f", learns from {target}" if spec.needs_target else ""
         lines.append(
             f"{spec.name}: {shape.num_layers} layers of width {shape.width}, "
             f"{shape.num_layers * shape.layer_params():,} parameters in layers, {shape.num_params():,} in "
@@ -227,14 +230,15 @@ class _Session:
 
     def train(self, spec: ModelSpec, target: Target | None) -> bool:
         """Trains one model and writes it, unless it is there; whether it was asked to stop before."""
-        ingredients = self._ingredients(spec, target)
+        start = find_start(self.run, spec, self.text.tokenizer.content_hash)
+        ingredients = self._ingredients(spec, target, start)
         bench = Bench(self.run, spec.name)
         if done := bench.finished(ingredients):
             if self.member.leads:
                 said = watching.summary(done.held_out)
                 watching.say(f"models/{spec.name}: trained already ({spec.steps} steps, {said})")
             return False
-        draft_ids = self._draft_ids(spec)
+        draft_ids = start.draft_ids() if start else self._frequent_ids(spec)
         job = Job(
             spec=spec,
             placement=self.placement,
@@ -242,7 +246,7 @@ class _Session:
             draft_ids=draft_ids,
         )
         job.check()
-        begin = initial_params(spec, target, draft_ids)
+        begin = initial_params(spec, target, start, draft_ids)
         if self.member.leads:
             artifacts.write(bench.record, self._record(ingredients))
         ended = self._run(job, target, begin, bench)
@@ -250,7 +254,9 @@ class _Session:
             self._finish(job, ended, ingredients, bench)
         return ended.stopped
 
-    def _ingredients(self, spec: ModelSpec, target: Target | None) -> Ingredients:
+    def _ingredients(
+        self, spec: ModelSpec, target: Target | None, start: Start | None
+    ) -> Ingredients:
         tokenizer = self.text.tokenizer
         require_fit(tokenizer, spec.shape.vocab_size, spec.name)
         if target is not None:
@@ -261,9 +267,10 @@ class _Session:
             data={**self.text.fingerprint, "seed": str(self.seed)},
             tokenizer_hash=tokenizer.content_hash,
             target_hash=target.card.weights_hash if target is not None and learns else "",
+            start_hash=start.card.weights_hash if start else "",
         )
 
-    def _draft_ids(self, spec: ModelSpec) -> np.ndarray | None:
+    def _frequent_ids(self, spec: ModelSpec) -> np.ndarray | None:
         count = spec.shape.head_vocab
         return self.text.frequent_ids(count) if count else None
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from drafters.model_card import CARD, ModelCard, read_card
+from drafters.model_card import CARD, ModelCard, read_card, read_draft_ids
 from drafters.models import read_params_of
 from drafters.shapes import TransformerShape
 from drafters.transformer import Params, abstract_params, stack_layers
@@ -36,12 +36,14 @@ class Ingredients:
       data: what the text and its tokens were, by name; values are hashes or settings.
       tokenizer_hash: of the tokenizer.
       target_hash: of the target's weights, where it teaches or is copied from.
+      start_hash: of the weights of the model that the training goes on from.
     """
 
     model: ModelSpec
     data: dict[str, str]
     tokenizer_hash: str
     target_hash: str = ""
+    start_hash: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,16 +186,72 @@ def require_teachable(spec: ModelSpec, target: Target, tokenizer_hash: str) -> N
         )
 
 
+# ------------------------------------------------------------------------------- how it begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A finished model that a training goes on from."""
+
+    folder: epath.Path
+    card: ModelCard
+
+    def draft_ids(self) -> np.ndarray | None:
+        """The ids it proposes, None for all."""
+        return read_draft_ids(self.folder, self.card)
+
+    def params(self) -> Params:
+        """In fp32, unstacked, on the host."""
+        return jax.tree.map(np.asarray, read_params_of(self.folder, self.card, "float32"))
+
+
+def find_start(run: RunDir, spec: ModelSpec, tokenizer_hash: str) -> Start | None:
+    """What `spec` goes on from, None if it begins anew.
+
+    Raises:
+      UserError: it is not there, or is no model of this shape and on these tokens.
+    """
+    if not spec.start:
+        return None
+    folder = run.model(spec.start)
+    if not (folder / CARD).exists():
+        raise UserError(
+            f"{spec.name} goes on from {folder}, which does not exist: list {spec.start!r} before "
+            f"{spec.name!r} in train.models, import it, or set another ModelSpec.start"
+        )
+    card = read_card(folder)
+    ours, theirs = artifacts.to_json(spec.shape), artifacts.to_json(card.shape)
+    if differences := "; ".join(_differences(theirs, ours)):
+        raise UserError(
+            f"{spec.name} goes on from {spec.start!r}, which has another shape: {differences}. Set "
+            f"{spec.name}'s shape to it"
+        )
+    if (theirs := card.lineage.tokenizer_hash) not in (None, tokenizer_hash):
+        raise UserError(
+            f"{spec.name} goes on from {spec.start!r}, which has the tokenizer {theirs[:12]}; the data has "
+            f"{tokenizer_hash[:12]}: a drafter learns on the tokens of its target"
+        )
+    return Start(folder=folder, card=card)
+
+
 def initial_params(
-    spec: ModelSpec, target: Target | None, draft_ids: np.ndarray | None
+    spec: ModelSpec, target: Target | None, start: Start | None, draft_ids: np.ndarray | None
 ) -> Params | None:
     """Host arrays that a model starts from, None for random ones.
 
     Raises:
       UserError: the target's layers do not fit the model's.
     """
-    if spec.init == "random" or target is None:
+    if start is not None:
+        params = start.params()
+    elif spec.init == "target" and target is not None:
+        params = _copied(spec, target, draft_ids)
+    else:
         return None
+    return stack_layers(params) if spec.execution.scan else params
+
+
+def _copied(spec: ModelSpec, target: Target, draft_ids: np.ndarray | None) -> Params:
     source = target.params
     depth = len(source["layers"])
     if wrong := [layer for layer in spec.layers if not 0 <= layer < depth]:
@@ -210,7 +268,7 @@ def initial_params(
         head = source.get("head", source["embedding"])
         params["head"] = head if draft_ids is None else head[draft_ids]
     _require_fit(spec, params, target)
-    return stack_layers(params) if spec.execution.scan else params
+    return params
 
 
 def _require_fit(spec: ModelSpec, params: Params, target: Target) -> None:

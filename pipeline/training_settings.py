@@ -129,9 +129,11 @@ class ModelSpec:
       shape: its transformer; with `head_vocab` it proposes only that many most frequent tokens.
       steps: length of the training.
       objective: what is minimised. Anything but cross-entropy compares with the target.
-      init: "random", or "target": embedding, head, norm and `layers` are copied from the target.
+      init: "random", or "target": embedding, head, norm and `layers` are copied from the target, or "model":
+        the training goes on from the finished model `start`, with its shape and the ids that it proposes.
       layers: the target's layers to begin with, one for each of the model's.
-      frozen: parts that stay what they were in the target: "embedding", "norm", "head", "layers".
+      start: a model under RUN_DIR/models.
+      frozen: parts that stay what they were: "embedding", "norm", "head", "layers".
       teacher: the target runs in the "step", or its answers are read from a "cache" that all models with
         such batches share: the `cached_tokens` most probable tokens of each position, in the first
         `cached_batches` batches, which are then read again and again; 0 for one batch for each step.
@@ -143,8 +145,9 @@ class ModelSpec:
     shape: TransformerShape
     steps: int
     objective: Objective = Objective(cross_entropy=1.0)
-    init: Literal["random", "target"] = "random"
+    init: Literal["random", "target", "model"] = "random"
     layers: tuple[int, ...] = ()
+    start: str = ""
     frozen: tuple[Literal["embedding", "norm", "head", "layers"], ...] = ()
     teacher: Literal["step", "cache"] = "step"
     cached_tokens: int = 32
@@ -156,23 +159,7 @@ class ModelSpec:
 
     def __post_init__(self):
         _require(self.steps > 0, f"ModelSpec.steps must be positive, not {self.steps}")
-        depth = self.shape.num_layers
-        if self.init == "target":
-            _require(
-                len(self.layers) == depth,
-                f"ModelSpec.layers = {self.layers} must name one layer of the target for each of the "
-                f"{depth} layers of {self.name!r}, which starts from the target",
-            )
-        else:
-            _require(
-                not self.layers,
-                f"ModelSpec.layers = {self.layers} has no effect with init = 'random': set init = "
-                "'target' or remove it",
-            )
-            _require(
-                not self.frozen,
-                f"ModelSpec.frozen = {self.frozen} would keep random weights: set init = 'target'",
-            )
+        self._require_consistent_start()
         _require(
             self.batch.length <= self.shape.context,
             f"ModelSpec.batch has length {self.batch.length}, longer than the context "
@@ -187,6 +174,28 @@ class ModelSpec:
             warmup < self.steps,
             f"ModelSpec.steps = {self.steps} of {self.name!r} must be more than the schedule's "
             f"warmup_steps = {warmup}",
+        )
+
+    def _require_consistent_start(self) -> None:
+        depth, name = self.shape.num_layers, self.name
+        copied = depth if self.init == "target" else 0
+        _require(
+            len(self.layers) == copied,
+            f"ModelSpec.layers = {self.layers} of {name!r} must name {copied} layers: one of the target for "
+            f"each of its own {depth} with init = 'target', none otherwise",
+        )
+        _require(
+            bool(self.start) == (self.init == "model"),
+            f"ModelSpec.start = {self.start!r} of {name!r} does not fit init = {self.init!r}: it is the "
+            "finished model that init = 'model' goes on from, and empty otherwise",
+        )
+        _require(
+            self.start != name,
+            f"ModelSpec.start of {name!r} is the model itself: give what is trained on a name of its own",
+        )
+        _require(
+            not self.frozen or self.init != "random",
+            f"ModelSpec.frozen = {self.frozen} would keep random weights: set init to 'target' or 'model'",
         )
 
     @property

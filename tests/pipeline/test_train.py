@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from drafters.model_card import read_card, read_draft_ids
-from drafters.models import read_params_of
+from drafters.model_card import read_card, read_draft_ids, write_card
+from drafters.models import read_params_of, write_model
 from drafters.shapes import TransformerShape
 from pipeline import watching
 from pipeline.core import artifacts
@@ -21,7 +21,14 @@ from pipeline.objectives import Objective
 from pipeline.train import train
 from pipeline.training_loop import Prefetch
 from pipeline.training_models import Bench, TrainingRecord
-from pipeline.training_settings import Batch, Checkpoints, ModelSpec, Watch
+from pipeline.training_settings import (
+    Batch,
+    Checkpoints,
+    ModelSpec,
+    Optimizer,
+    Schedule,
+    Watch,
+)
 from tests.pipeline.synthetic import VOCAB, SyntheticText
 
 SHAPE = TransformerShape(
@@ -256,6 +263,73 @@ def test_layers_and_widths_must_be_the_targets(trained):
     )
     with pytest.raises(UserError, match=r"needs the target's widths"):
         run(trained.root, TARGET, wider)
+
+
+def _continued(**changes):
+    settings = {"name": "more", "init": "model", "start": "begun", "layers": (), "steps": 1}
+    return dataclasses.replace(DRAFTER, **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def begun(trained):
+    """A drafter in the run that proposes other ids than the text's most frequent ones."""
+    wide = trained.model("wide")
+    card = read_card(wide)
+    write_model(
+        trained.model("begun"),
+        shape=card.shape,
+        params=read_params_of(wide, card),
+        source=card.source,
+        tokenizer=SyntheticText.tokenizer,
+        draft_ids=np.arange(1, 101, dtype=np.int32),
+    )
+    return trained.model("begun")
+
+
+def test_a_training_goes_on_from_a_finished_model(trained, begun, capfd):
+    slow = Optimizer(schedule=Schedule(peak=1e-5))
+    spec = _continued(optimizer=slow, frozen=("embedding",))
+    run(trained.root, TARGET, spec, dry_run=True)
+    assert "goes on from begun, learns from target" in capfd.readouterr().err
+    run(trained.root, TARGET, spec)
+    card = read_card(trained.model("more"))
+    np.testing.assert_array_equal(read_draft_ids(trained.model("more"), card), np.arange(1, 101))
+    before, after = (
+        read_params_of(folder, read_card(folder)) for folder in (begun, trained.model("more"))
+    )
+    np.testing.assert_array_equal(before["embedding"], after["embedding"])
+    moved = np.abs(np.asarray(before["head"]) - np.asarray(after["head"]))
+    assert 0 < moved.max() < 1.1e-5  # Adam's first step is as long as the rate
+    record = artifacts.read(Bench(trained, "more").record, TrainingRecord)
+    assert record.ingredients.start_hash == read_card(begun).weights_hash
+
+
+def test_what_a_training_goes_on_from_must_be_there_and_fit(trained, begun):
+    with pytest.raises(UserError, match=r"goes on from .*models/none, which does not exist: list"):
+        run(trained.root, TARGET, _continued(start="none"))
+    deeper = _continued(shape=dataclasses.replace(TRIMMED, num_layers=2))
+    with pytest.raises(UserError, match="another shape: num_layers was 1, now 2"):
+        run(trained.root, TARGET, deeper)
+    card = read_card(begun)
+    lineage = dataclasses.replace(card.lineage, tokenizer_hash="f" * 64)
+    write_card(begun, dataclasses.replace(card, lineage=lineage))
+    with pytest.raises(UserError, match="goes on from 'begun', which has the tokenizer ffff"):
+        run(trained.root, TARGET, _continued())
+    write_card(begun, card)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start": ""}, "start = '' of 'more' does not fit init = 'model'"),
+        ({"init": "random"}, "start = 'begun' of 'more' does not fit init = 'random'"),
+        ({"start": "more"}, "start of 'more' is the model itself"),
+        ({"layers": (0,)}, r"layers = \(0,\) of 'more' must name 0 layers"),
+    ],
+)
+def test_a_start_without_sense_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        _continued(**changes)
 
 
 def test_a_dry_run_prints_and_writes_nothing(tmp_path, capfd):
