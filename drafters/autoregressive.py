@@ -31,22 +31,26 @@ class AutoregressiveState:
     """The cache, and the committed tokens it does not hold yet.
 
     The last draft of a block is never fed to the drafter before the target has accepted it, so after a
-    block that was accepted whole two tokens are pending, otherwise one.
+    block that was accepted whole two tokens are pending, otherwise one; more where others drafted the block.
     """
 
     cache: KVCache
-    pending: jax.Array  # i32[B, 2], left-aligned
-    committed: (
-        jax.Array
-    )  # i32[B], all tokens of the row; cache.length + 1 or 2 once something is pending
+    pending: jax.Array  # i32[B, P], left-aligned
+    committed: jax.Array  # i32[B], all tokens of the row; those behind cache.length are pending
 
 
 @dataclasses.dataclass(frozen=True)
 class Autoregressive:
-    """A drafter of this (served) shape; see `drafters.drafter.Drafter`."""
+    """A drafter of this (served) shape; see `drafters.drafter.Drafter`.
+
+    Attributes:
+      shape, dtype: of the model.
+      pending: P, committed tokens that it may have to take in at once.
+    """
 
     shape: TransformerShape
     dtype: str = "float32"
+    pending: int = 2
 
     @property
     def context(self) -> int:
@@ -66,7 +70,7 @@ class Autoregressive:
     def start(self, batch: int, capacity: int) -> AutoregressiveState:
         return AutoregressiveState(
             cache=kv_cache.empty(self.shape, batch, capacity, jnp.dtype(self.dtype)),
-            pending=jnp.zeros((batch, 2), jnp.int32),
+            pending=jnp.zeros((batch, self.pending), jnp.int32),
             committed=jnp.zeros((batch,), jnp.int32),
         )
 
@@ -88,7 +92,7 @@ class Autoregressive:
         committed = state.committed + count
         kept = jnp.minimum(state.cache.length, committed - 1)
         first = jnp.clip(count - (committed - kept), 0, block.shape[1] - 1)[:, None]
-        places = jnp.minimum(first + jnp.arange(2)[None], block.shape[1] - 1)
+        places = jnp.minimum(first + jnp.arange(self.pending)[None], block.shape[1] - 1)
         pending = jnp.take_along_axis(block, places, axis=1)
         return AutoregressiveState(state.cache.with_length(kept), pending, committed)
 
@@ -100,27 +104,37 @@ class Autoregressive:
         memory: Memory,
         k: int,
     ) -> tuple[Proposal, AutoregressiveState]:
+        return self.draft(params, state, choose, memory, k, k)
+
+    def draft(
+        self,
+        params: DrafterParams,
+        state: AutoregressiveState,
+        choose: Choose,
+        memory: Memory,
+        k: int,
+        wanted: int | jax.Array,
+    ) -> tuple[Proposal, AutoregressiveState]:
+        """`propose`, but only the first `wanted` (i32[], 1..K) of the drafts are made."""
         model = with_params(self.shape, params.weights)
 
         def pick(memory: Memory, step: Any, x: jax.Array) -> tuple[Memory, jax.Array, jax.Array]:
             memory, index, probs = choose(memory, step, model.logits(x))
             return memory, index if params.ids is None else params.ids[index], probs
 
-        def draft(carry: tuple, step: jax.Array) -> tuple[tuple, tuple]:
-            memory, token, cache = carry
+        def draft(step: jax.Array, carry: tuple) -> tuple:
+            memory, token, cache, tokens, probs = carry
             x, cache = model.step(token[:, None], cache)
-            memory, token, probs = pick(memory, step, x[:, :, 0])
-            return (memory, token, cache), (token, probs)
+            memory, token, one = pick(memory, step, x[:, :, 0])
+            return memory, token, cache, tokens.at[:, step].set(token), probs.at[:, step].set(one)
 
         x, cache = self._catch_up(model, state)
-        memory, token, probs = pick(memory, jnp.int32(0), x)
-        carry = (memory, token, cache)
-        (_, _, cache), (tokens, rest) = jax.lax.scan(draft, carry, jnp.arange(1, k))
-        proposal = Proposal(
-            tokens=jnp.concatenate((token[:, None], tokens.T), axis=1),
-            probs=jnp.concatenate((probs[:, None], rest.swapaxes(0, 1)), axis=1),
-            count=jnp.full_like(token, k),
-        )
+        memory, token, one = pick(memory, jnp.int32(0), x)
+        tokens = jnp.zeros((token.shape[0], k), token.dtype).at[:, 0].set(token)
+        probs = jnp.zeros((one.shape[0], k, one.shape[1]), one.dtype).at[:, 0].set(one)
+        carry = (memory, token, cache, tokens, probs)
+        _, _, cache, tokens, probs = jax.lax.fori_loop(1, wanted, draft, carry)
+        proposal = Proposal(tokens, probs, jnp.full_like(token, k))
         return proposal, dataclasses.replace(state, cache=cache)
 
     def _catch_up(

@@ -72,13 +72,18 @@ class Ngram:
     def propose(
         self, params: Any, state: NgramState, choose: Choose, memory: Memory, k: int
     ) -> tuple[Proposal, NgramState]:
+        drafts, count = self.copies(state, k)
+        probs = jax.nn.one_hot(drafts, self.vocab_size, dtype=jnp.float32)
+        return Proposal(drafts, probs, count), state
+
+    def copies(self, state: NgramState, k: int) -> tuple[jax.Array, jax.Array]:
+        """What followed before, i32[B, K], and how much of it is proposed, i32[B]: all or nothing."""
         start = jax.vmap(self._continuation)(state.tokens, state.length)
         # A copy that runs into the present goes on with its own beginning: text of that period.
         period = state.length - start
         places = start[:, None] + jnp.arange(k)[None] % jnp.maximum(period, 1)[:, None]
         drafts = jnp.take_along_axis(state.tokens, places, axis=1)
-        probs = jax.nn.one_hot(drafts, self.vocab_size, dtype=jnp.float32)
-        return Proposal(drafts, probs, jnp.where(period > 0, k, 0)), state
+        return drafts, jnp.where(period > 0, k, 0)
 
     def _continuation(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
         """Position behind the best earlier occurrence, of tokens i32[C]; `length` if there is none."""

@@ -48,6 +48,7 @@ class Result:
         nothing to propose counts.
       drafting: of the rounds with room for drafts, the share in which there were any; others are decode
         steps.
+      looked_up: of the rounds with drafts, the share in which they were copied from the text.
       alpha: accepted / evaluated drafts; evaluated are the accepted ones and the one rejected. Drafts behind
         an end token, a stop string or the limit are not counted.
       alpha_overlap: mean of sum(min(p, q)) at the evaluated positions, by teacher forcing; agrees with alpha
@@ -82,6 +83,7 @@ class Result:
     tau_interval: Interval | None = None
     disagreement: float | None = None
     drafting: float = 1.0
+    looked_up: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

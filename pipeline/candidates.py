@@ -23,6 +23,7 @@ from pipeline.core.errors import UserError
 from pipeline.profile_artifact import Round, Where
 from pipeline.trials import shown_warp
 from pipeline.work import chip_shape
+from serving.pair import NGRAM, look_first, parts_of
 from serving.plan import Choice, Times, Workload
 
 Objective = Literal["mean", "p50", "p90", "p99", "p99_gap"]
@@ -127,7 +128,8 @@ class _Way(NamedTuple):
 def loops(rounds: Iterable[Round], batch: int, context: int) -> dict[Option, Loop]:
     """The round time of every option at batch B: each K that was measured or lies between two that were.
 
-    Where no round was timed with the block rule, its round is taken to be as long as the token rule's.
+    Where no round was timed with the block rule, its round is taken to be as long as the token rule's. A
+    model behind a lookup has the model's rounds; `Forecast.loop` knows how many of them are copies.
     """
     ways: dict[_Way, dict[int, Loop]] = {}
     for nearest in _nearest(rounds, batch, context):
@@ -136,6 +138,9 @@ def loops(rounds: Iterable[Round], batch: int, context: int) -> dict[Option, Loo
     for way, timed in list(ways.items()):
         if way.drafter and way.rule == "token":
             ways.setdefault(way._replace(rule="block"), timed)
+    for way, timed in list(ways.items()):
+        if way.drafter and way._replace(drafter=NGRAM) in ways and way.drafter != NGRAM:
+            ways[way._replace(drafter=look_first(way.drafter))] = timed
     return {
         Option(way.drafter, k, way.rule, way.placement, way.chips_per_copy): loop
         for way, timed in ways.items()
@@ -165,6 +170,12 @@ def _interpolated(timed: Mapping[int, Loop]) -> Iterator[tuple[int, Loop]]:
     for k in range(counts[0], counts[-1] + 1):
         ms, spread = (float(np.interp(k, counts, column)) for column in columns.T)
         yield k, Loop(ms, spread)
+
+
+def _mixed(share: float, some: Loop, others: Loop) -> Loop:
+    """The mean round where a share of them is `some`."""
+    ms, spread = (share * a + (1 - share) * b for a, b in zip(some, others, strict=True))
+    return Loop(ms, spread)
 
 
 def plain_of(timed: Mapping[Option, Loop]) -> Option | None:
@@ -245,27 +256,33 @@ class Forecast:
         return times_of(requests, self._rounds[key], round_ms, longest_ms)
 
     def loop(self, option: Option, timed: Mapping[Option, Loop]) -> Loop:
-        """The mean round: where no row of a batch has drafts, it is one of plain decoding."""
+        """The mean round.
+
+        Where no row of a batch has drafts, it is one of plain decoding. Where all rows copy what a model
+        would have drafted, it is one of the lookup, and the model takes in what is committed.
+        """
         loop, plain = timed[option], plain_of(timed)
-        share = 1 - self._busy(option)
-        if plain is None or not share:
-            return loop
-        return Loop(
-            share * timed[plain].ms + (1 - share) * loop.ms,
-            share * timed[plain].spread + (1 - share) * loop.spread,
-        )
+        if plain is not None:
+            loop = _mixed(1 - self._busy(option), timed[plain], loop)
+        lookup = option._replace(drafter=NGRAM)
+        if option.drafter != NGRAM and NGRAM in parts_of(option.drafter) and lookup in timed:
+            copying = timed[lookup]
+            draft_ms = max(0.0, timed[option].ms - copying.ms) / option.k
+            share = self._mean(option, "looked_up") ** self.traffic.batch
+            loop = _mixed(share, copying._replace(ms=copying.ms + draft_ms), loop)
+        return loop
 
     def _busy(self, option: Option) -> float:
         """The share of rounds in which some row of the batch has drafts."""
-        return 1 - (1 - self._drafting(option)) ** self.traffic.batch
+        return 1 - (1 - self._mean(option, "drafting")) ** self.traffic.batch
 
-    def _drafting(self, option: Option) -> float:
-        """The share of rounds with drafts over all tasks: each has as many tokens, in tokens / tau rounds."""
+    def _mean(self, option: Option, share: Literal["drafting", "looked_up"]) -> float:
+        """A share of rounds over all tasks: each has as many tokens, in tokens / tau rounds."""
         known = self._known(option)
         if not known:
             return 1.0
         rounds = [1 / (1 + sum(result.survival[: option.k])) for result in known]
-        return float(np.average([result.drafting for result in known], weights=rounds))
+        return float(np.average([getattr(result, share) for result in known], weights=rounds))
 
     def acceptance_spread(self, option: Option) -> float:
         """How uncertain tau is: half its 95% interval, relative, over all tasks."""

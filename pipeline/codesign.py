@@ -40,7 +40,7 @@ from pipeline.tasks import TASKS
 from pipeline.trials import Trial
 from pipeline.unseen_shapes import ShapeGrid
 from pipeline.watching import say
-from serving.pair import NGRAM, model_folder
+from serving.pair import model_folder, model_of
 from serving.plan import Candidate, Plan, TrainingBill, Workload
 from serving.sampling import SamplingParams
 
@@ -256,8 +256,8 @@ class _Work:
         """Of weights and caches of both models; 0 if a shape is not known."""
         topology = self.evidence.profile.topology
         chips = {self.evidence.profile.target: topology.num_chips}
-        if option.drafter not in ("", NGRAM):
-            chips[option.drafter] = option.chips_per_copy or topology.num_chips
+        if name := model_of(option.drafter):
+            chips[name] = option.chips_per_copy or topology.num_chips
         dtype = "float32" if topology.platform == "cpu" else "bfloat16"
         longest = self.traffic.context + self.traffic.tokens + option.k + 1
         shapes = self.evidence.shapes
@@ -270,7 +270,7 @@ class _Work:
 
     def _bill(self, decided: Decision) -> TrainingBill | None:
         """What the chosen drafter's training cost, and the served tokens that save as much time."""
-        name = decided.chosen.option.drafter
+        name = model_of(decided.chosen.option.drafter)
         folder = model_folder(str(self.run.root), name) if name else None
         if folder is None or not (folder / model_card.CARD).exists():
             return None

@@ -17,7 +17,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.run_dir import RunDir
 from pipeline.profile_artifact import Profile
 from pipeline.subjects import weights_hashes
-from serving.pair import model_folder
+from serving.pair import model_folder, model_of, parts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def read(
             )
     acceptance = _of_drafters(run, acceptance, drafters)
     profile = _with_rounds_of(run, profile, acceptance)
-    names = sorted({target, *(result.drafter for result in acceptance.results)})
+    names = sorted({target, *(model_of(result.drafter) for result in acceptance.results)} - {""})
     hashes = weights_hashes(run, names)
     profiled = {n: h for n, h in hashes.items() if n in profile.lineage.weights_hash}
     artifacts.require_match(run.profile, profile.lineage, weights_hash=profiled)
@@ -122,7 +122,7 @@ def _of_drafters(run: RunDir, acceptance: Acceptance, drafters: tuple[str, ...])
 
 
 def _with_rounds_of(run: RunDir, profile: Profile, acceptance: Acceptance) -> Profile:
-    wanted = {result.drafter for result in acceptance.results}
+    wanted = {name for result in acceptance.results for name in parts_of(result.drafter)}
     if missing := sorted(wanted - {r.drafter for r in profile.rounds}):
         raise UserError(
             f"{run.profile} has no rounds of the drafter {missing[0]!r}: run python -m pipeline.profile "

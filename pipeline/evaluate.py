@@ -27,7 +27,7 @@ from pipeline.subjects import weights_hashes
 from pipeline.tasks import TASKS
 from pipeline.trials import Trial
 from pipeline.watching import say
-from serving.pair import NGRAM, model_folder
+from serving.pair import model_folder, model_of
 from serving.sampling import SamplingParams
 
 # Accepted drafts so far from what their overlaps promise are no chance.
@@ -162,7 +162,7 @@ def _cards(run: RunDir, target: str, drafters: Sequence[str]) -> Mapping[str, Mo
     Raises:
       UserError: a model is missing, or does not share the target's tokenizer.
     """
-    names = (target, *(name for name in drafters if name != NGRAM))
+    names = (target, *filter(None, map(model_of, drafters)))
     cards = {name: model_card.read_card(model_folder(str(run.root), name)) for name in names}
     wanted = _tokenizer_hash(cards[target])
     for name, card in cards.items():
@@ -236,7 +236,7 @@ def _plan(
 
 
 def _size(run: RunDir, name: str) -> str:
-    if name == NGRAM:
+    if not (name := model_of(name)):
         return "no parameters"
     folder = model_folder(str(run.root), name)
     if not (folder / model_card.CARD).exists():

@@ -23,7 +23,7 @@ from pipeline.generation import Advance, Measurement, answers_of, served, unders
 from pipeline.overlap import Memory
 from pipeline.trials import Asked, Trial, ask
 from serving.decode import Answer, Prompt
-from serving.pair import Pair, load_target, model_folder, with_drafter
+from serving.pair import Pair, load_target, model_folder, model_of, with_drafter
 from serving.plan import Choice
 from serving.sampling import SamplingParams
 
@@ -35,7 +35,7 @@ class Work:
     """One piece.
 
     Attributes:
-      drafter: a model, "ngram", or `PLAIN`.
+      drafter: as in `serving.plan.Choice`, or `PLAIN`.
       trial: what is answered.
       digest: of the trial's settings and content.
       rule, k: of the rounds; k = 0 for `PLAIN`.
@@ -170,7 +170,9 @@ class Evaluator:
         return dataclasses.replace(
             self.lineage,
             config=json.dumps([work.drafter, work.rule, work.k, work.digest]),
-            weights_hash={n: hashes[n] for n in (self.target, work.drafter) if n in hashes},
+            weights_hash={
+                n: hashes[n] for n in (self.target, model_of(work.drafter)) if n in hashes
+            },
             inputs={},
         )
 

@@ -158,6 +158,7 @@ class Measurement:
             rounds=int(counts.rounds.sum()),
             emitted=sum(one.answer.emitted for one in generated),
             drafting=float(counts.drafting.sum()) / max(1, counts.roomy.sum()),
+            looked_up=float(counts.copying.sum()) / max(1, counts.drafting.sum()),
             tau=float(by_position.tau),
             tau_interval=statistics.tau_interval(counts, times),
             alpha=alpha.value,

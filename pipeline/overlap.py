@@ -21,6 +21,7 @@ from jax import Array
 
 from drafters import kv_cache
 from drafters.autoregressive import Autoregressive, DrafterParams
+from drafters.lookup_first import LookupFirst, model_in
 from drafters.ngram import Ngram, NgramState
 from drafters.shapes import TransformerShape
 from drafters.transformer import Params, with_params
@@ -64,7 +65,7 @@ class Copied(NamedTuple):
     """What a lookup proposes from each position of one continuation."""
 
     drafts: np.ndarray  # i32[N, K]
-    offered: np.ndarray  # bool[N]
+    offered: np.ndarray  # i64[N], how many of them
     overlap: np.ndarray  # f64[N, K], q of draft i, sensible where those before it are the text
 
 
@@ -96,8 +97,7 @@ def _target_probs(engine: Engine, params: Params, x: Array, warp: Warp) -> Array
 
 def _drafter_probs(engine: Engine, params: DrafterParams, x: Array, warp: Warp) -> Array:
     """p, f32[C, V], over the target's vocabulary, of the drafter's hidden states [D, C]."""
-    assert isinstance(engine.drafter, Autoregressive)
-    logits = with_params(engine.drafter.shape, params.weights).logits(x).T
+    logits = with_params(_model(engine).shape, params.weights).logits(x).T
     if params.ids is None:
         return sampling.warp(logits, warp)
     own = dataclasses.replace(warp, num_tokens=params.ids.shape[0])
@@ -140,16 +140,25 @@ def _probabilities(
     return jnp.take_along_axis(q, ids, axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "k"))
-def _lookups(drafter: Ngram, tokens: Array, lengths: Array, k: int) -> tuple[Array, Array]:
+def _model(engine: Engine) -> Autoregressive:
+    """The language model in the drafter."""
+    model = model_in(engine.drafter)
+    assert model is not None
+    return model
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "k"))
+def _lookups(
+    engine: Engine, params: Any, tokens: Array, lengths: Array, k: int
+) -> tuple[Array, Array]:
     """Drafts i32[N, K] and counts i32[N] behind the first lengths i32[N] of tokens i32[S]."""
     rows = jnp.broadcast_to(tokens, (lengths.shape[0], tokens.shape[0]))
-    proposal, _ = drafter.propose(None, NgramState(rows, lengths), _never, None, k)
-    return proposal.tokens, proposal.count
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("a lookup draws nothing")
+    state, drafter = NgramState(rows, lengths), engine.drafter
+    if isinstance(drafter, LookupFirst):
+        copies, _, count = drafter.copies(params.ids, state, k)
+        return copies, count
+    assert isinstance(drafter, Ngram)
+    return drafter.copies(state, k)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -219,12 +228,11 @@ def _forced(
 ) -> list[Forced]:
     """Both models along the texts; the drafter is a language model."""
     engine, weights, warp = pair.engine, pair.weights, _warp(pair, params, job)
-    assert isinstance(engine.drafter, Autoregressive)
     found: list[Forced] = []
     for group in _groups(pair, texts):
         hidden = (
             _read_by_target(pair, group.tokens, memory),
-            _hidden(engine.drafter.shape, weights.drafter.weights, group.tokens),
+            _hidden(_model(engine).shape, weights.drafter.weights, group.tokens),
         )
         parts = [
             _compare(engine, weights, hidden, rows, places, tokens, warp)
@@ -247,13 +255,10 @@ def _copied(
 ) -> list[Copied]:
     """A lookup along the texts."""
     engine, weights, warp = pair.engine, pair.weights, _warp(pair, params, job)
-    assert isinstance(engine.drafter, Ngram)
     found: list[Copied] = []
     for group in _groups(pair, texts):
         x = _read_by_target(pair, group.tokens, memory)
-        looked = [
-            _look_up(engine.drafter, group, row, text, k) for row, text in enumerate(group.texts)
-        ]
+        looked = [_look_up(pair, group, row, text, k) for row, text in enumerate(group.texts)]
         # Position s + i is asked about draft i of the round that begins at s: K questions each.
         asked = np.concatenate([_turned(drafts) for drafts, _ in looked])
         rows, places, _ = _places(group.texts)
@@ -268,14 +273,16 @@ def _copied(
 
 
 def _look_up(
-    drafter: Ngram, group: _Group, row: int, text: Text, k: int
+    pair: Pair, group: _Group, row: int, text: Text, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Drafts i32[N, K] and whether there are any, bool[N], from each position of a continuation."""
+    """Drafts i32[N, K] and how many there are, i64[N], from each position of a continuation."""
     count = len(text.continuation)
     room = kv_cache.capacity_for(count)
     lengths = len(text.prompt) + np.minimum(np.arange(room), count - 1)
-    drafts, offered = _lookups(drafter, group.tokens[row], lengths.astype(np.int32), k)
-    return np.asarray(drafts)[:count], np.asarray(offered)[:count] > 0
+    drafts, offered = _lookups(
+        pair.engine, pair.weights.drafter, group.tokens[row], lengths.astype(np.int32), k
+    )
+    return np.asarray(drafts)[:count], np.asarray(offered, np.int64)[:count]
 
 
 def _turned(table: np.ndarray) -> np.ndarray:
@@ -314,24 +321,37 @@ def look(
       seed: decides the positions that no round evaluated.
     """
     k, drafter = pair.engine.k, pair.engine.drafter
-    if isinstance(drafter, Ngram):
-        copies = _copied(pair, texts, params, job, k)
-        return [
-            _of_copies(text, copied, pair.engine.eos_ids)
-            for text, copied in zip(texts, copies, strict=True)
-        ]
-    if not isinstance(drafter, Autoregressive):
+    if not model_in(drafter) and not isinstance(drafter, Ngram):
         raise UserError(f"{type(drafter).__name__}: smaller K are not known for this kind")
-    found = []
+    copies: list[Outlook] = [_NO_COPIES] * len(texts)
+    if isinstance(drafter, Ngram | LookupFirst):
+        copied = _copied(pair, texts, params, job, k)
+        ends = pair.engine.eos_ids
+        copies = [_of_copies(*both, ends) for both in zip(texts, copied, strict=True)]
+    if not model_in(drafter):
+        return copies
     forced = _forced(pair, texts, params, job)
-    for index, (text, one, played) in enumerate(zip(texts, forced, rounds_of, strict=True)):
-        rng = np.random.default_rng([seed, index])
-        accepted = rounds.marks(played, len(text.continuation), one.ratio, rng)
-        offered = np.ones(len(text.continuation), bool)
-        found.append(
-            Outlook(rounds.everywhere(accepted, k), rounds.everywhere(one.overlap, k), offered)
-        )
-    return found
+    rngs = (np.random.default_rng([seed, index]) for index in range(len(texts)))
+    return [_of_model(*one, k) for one in zip(forced, copies, rounds_of, rngs, strict=True)]
+
+
+# Of a drafter that copies nothing; each field stands for as many positions as there are.
+_NO_COPIES = Outlook(np.zeros(1, bool), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, bool))
+
+
+def _of_model(
+    forced: Forced, copies: Outlook, played: Sequence[Round], rng: np.random.Generator, k: int
+) -> Outlook:
+    """What becomes of a model's drafts, and of the copies that come before them."""
+    copied = np.broadcast_to(copies.copied, forced.ratio.shape)
+    accepted = rounds.everywhere(rounds.marks(played, copied, forced.ratio, rng), k)
+    overlap = rounds.everywhere(forced.overlap, k)
+    return Outlook(
+        np.where(copied[:, None], copies.accepted, accepted),
+        np.where(copied[:, None], copies.overlap, overlap),
+        np.where(copied, copies.offered, k),
+        copied,
+    )
 
 
 def _of_copies(text: Text, copied: Copied, ends: tuple[int, ...]) -> Outlook:
@@ -340,8 +360,9 @@ def _of_copies(text: Text, copied: Copied, ends: tuple[int, ...]) -> Outlook:
     following = rounds.everywhere(continuation + 1, k) - 1  # END behind the text is undone below
     equal = (copied.drafts == following) | (np.isin(copied.drafts, ends) & (following == END))
     inside = np.arange(len(continuation))[:, None] + np.arange(k)[None] < len(continuation)
-    overlap = np.where(copied.offered[:, None] & inside, copied.overlap, 0.0)
-    return Outlook(equal & inside & copied.offered[:, None], overlap, copied.offered)
+    there = inside & (np.arange(k)[None] < copied.offered[:, None])
+    overlap = np.where(there, copied.overlap, 0.0)
+    return Outlook(equal & there, overlap, copied.offered, copied.offered > 0)
 
 
 def mean_overlap(
@@ -361,9 +382,15 @@ def mean_overlap(
       job: as in `look`.
       memory: what the target has read for other drafters; is added to.
     """
-    if isinstance(pair.engine.drafter, Ngram):
+    drafter, found = pair.engine.drafter, np.zeros(1)
+    if model_in(drafter):
+        forced = _forced(pair, texts, params, job, memory)
+        found = np.concatenate([one.overlap for one in forced])
+    if isinstance(drafter, Ngram | LookupFirst):
         copies = _copied(pair, texts, params, job, pair.engine.k, memory)
-        parts = [np.where(copied.offered, copied.overlap[:, 0], 0.0) for copied in copies]
-    else:
-        parts = [forced.overlap for forced in _forced(pair, texts, params, job, memory)]
-    return float(np.concatenate(parts).mean())
+        offered, first = (
+            np.concatenate(part)
+            for part in zip(*((one.offered, one.overlap[:, 0]) for one in copies), strict=True)
+        )
+        found = np.where(offered > 0, first, found)
+    return float(found.mean())

@@ -15,14 +15,15 @@ Cutting the blocks of the run at K' drafts would not do: rounds of K' begin else
 drafts are accepted, and would be counted too rarely there.
 
 A drafter that copies (n-grams) proposes by where the round began; its drafts are known too, and a certain
-draft is accepted exactly if it is the token that stands there.
+draft is accepted exactly if it is the token that stands there. One that copies where it can and else asks a
+model has both kinds of rounds: what becomes of a copy says nothing about the model's draft at that position.
 
 Axes: N positions of one answer, end token included; K drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,8 @@ class Outlook(NamedTuple):
 
     accepted: np.ndarray  # bool[N, K]
     overlap: np.ndarray  # f64[N, K]
-    offered: np.ndarray  # bool[N], whether the drafter proposes anything
+    offered: np.ndarray  # i64[N], drafts that the drafter proposes, 0..K
+    copied: np.ndarray  # bool[N], whether they are looked up in the text
 
 
 def recorded(
@@ -92,8 +94,8 @@ def replay(outlook: Outlook, place: Place, k: int, context: int) -> list[Round]:
     reach = np.cumprod(outlook.accepted[:, :k], axis=1).sum(axis=1).tolist()
     while at < length:
         room = place.room(at, k)
-        able = outlook.offered[at] and place.prompt + at + k <= context
-        drafted = room if able else 0
+        able = place.prompt + at + k <= context
+        drafted = min(room, int(outlook.offered[at])) if able else 0
         kept = min(reach[at], drafted)
         left = length - at
         if kept >= left:
@@ -104,24 +106,32 @@ def replay(outlook: Outlook, place: Place, k: int, context: int) -> list[Round]:
     return rounds
 
 
-def marks(rounds: Sequence[Round], length: int, ratio: np.ndarray, rng: np.random.Generator):
-    """bool[N]: whether a draft at each position of an answer is accepted.
+def marks(
+    rounds: Sequence[Round], copied: np.ndarray, ratio: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """bool[N]: whether a model's draft at each position of an answer is accepted.
 
     Args:
       rounds: recorded under the token rule.
-      length: N.
-      ratio: f64[N], min(1, p(x) / q(x)) of the token x at each position, which decides where nothing was
-        evaluated.
+      copied: bool[N], where rounds that begin there have drafts that are not the model's.
+      ratio: f64[N], min(1, p(x) / q(x)) of the token x at each position, which decides where no draft of the
+        model was evaluated.
       rng: draws those.
     """
-    found = rng.random(length) < ratio
+    found = rng.random(len(ratio)) < ratio
+    for at, played in starts(rounds):
+        if played.evaluated and not copied[at]:
+            found[at : at + played.accepted] = True
+            found[at + played.accepted : at + played.evaluated] = False
+    return found
+
+
+def starts(rounds: Sequence[Round]) -> Iterator[tuple[int, Round]]:
+    """Each round with the tokens of the answer before it."""
     at = 0
     for played in rounds:
-        found[at : at + played.accepted] = True
-        if played.accepted < played.drafted:
-            found[at + played.accepted] = False
+        yield at, played
         at += played.accepted + 1
-    return found
 
 
 def everywhere(values: np.ndarray, k: int) -> np.ndarray:
@@ -144,6 +154,7 @@ class Counts(NamedTuple):
     rounds: np.ndarray  # i64[J]
     roomy: np.ndarray  # i64[J], rounds with room for drafts
     drafting: np.ndarray  # i64[J], those in which there were any
+    copying: np.ndarray  # i64[J], those in which they were looked up
 
 
 def count(played: Sequence[Sequence[Round]], outlooks: Sequence[Outlook], k: int) -> Counts:
@@ -167,13 +178,10 @@ def _count(rounds: Sequence[Round], outlook: Outlook, k: int) -> tuple:
         len(rounds),
         int((room > 0).sum()),
         int((drafted > 0).sum()),
+        sum(bool(one.drafted and outlook.copied[at]) for at, one in starts(rounds)),
     )
 
 
 def _evaluated_overlaps(rounds: Sequence[Round], outlook: Outlook) -> np.ndarray:
-    parts, at = [np.zeros(0)], 0
-    for played in rounds:
-        if played.evaluated:
-            parts.append(outlook.overlap[at, : played.evaluated])
-        at += played.accepted + 1
-    return np.concatenate(parts)
+    parts = [outlook.overlap[at, : one.evaluated] for at, one in starts(rounds) if one.evaluated]
+    return np.concatenate([np.zeros(0), *parts])

@@ -6,7 +6,7 @@ from drafters import model_card
 from pipeline.core import artifacts
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import RunDir
-from serving.pair import model_folder
+from serving.pair import model_folder, model_of
 from serving.plan import Choice, Plan
 
 
@@ -78,7 +78,9 @@ def _require_same_models(run_dir: str, target: str, plan: Plan) -> None:
         )
     known = plan.lineage.weights_hash
     folders = {
-        name: model_folder(run_dir, name) for name in (target, plan.drafter) if name in known
+        name: model_folder(run_dir, name)
+        for name in (target, model_of(plan.drafter))
+        if name in known
     }
     present = {name: f for name, f in folders.items() if (f / model_card.CARD).exists()}
     hashes = {name: model_card.read_card(folder).weights_hash for name, folder in present.items()}

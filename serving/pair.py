@@ -15,6 +15,7 @@ from drafters.autoregressive import Autoregressive, DrafterParams
 from drafters.checkpoints import restore_params
 from drafters.drafter import Drafter
 from drafters.formats.tensors import DTYPES
+from drafters.lookup_first import LookupFirst
 from drafters.mesh import Topology
 from drafters.model_card import ModelCard
 from drafters.ngram import Ngram
@@ -28,6 +29,7 @@ from serving.plan import Choice
 from serving.speculation import Engine, Weights
 
 NGRAM = "ngram"
+_LOOKUP_FIRST = f"+{NGRAM}"  # behind a model's name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,21 @@ class Pair:
             self.engine, drafter=None, k=0, drafter_placement=None, leader=leader
         )
         return dataclasses.replace(self, engine=engine, weights=self.weights._replace(drafter=None))
+
+
+def model_of(drafter: str) -> str:
+    """The model that a drafter's name means: "two" of "two+ngram"; "" of a lookup, and of none."""
+    return "" if drafter == NGRAM else drafter.removesuffix(_LOOKUP_FIRST)
+
+
+def parts_of(drafter: str) -> tuple[str, ...]:
+    """The drafters that a name is put together from, the model first: "two" and "ngram" of "two+ngram"."""
+    return (model_of(drafter), NGRAM) if drafter.endswith(_LOOKUP_FIRST) else (drafter,)
+
+
+def look_first(model: str) -> str:
+    """The name of a model behind a lookup."""
+    return f"{model}{_LOOKUP_FIRST}"
 
 
 def model_folder(run_dir: str, name: str) -> epath.Path:
@@ -154,7 +171,7 @@ def _load_drafter(
         return None, None, None, ()
     if choice.drafter == NGRAM:
         return Ngram(tokenizer.vocab_size), None, None, ()
-    folder = model_folder(run_dir, choice.drafter)
+    folder = model_folder(run_dir, model_of(choice.drafter))
     card = model_card.read_card(folder)
     _require_same_tokenizer(folder, model_card.read_tokenizer(folder, card), tokenizer)
     placement = None
@@ -163,7 +180,15 @@ def _load_drafter(
     shape, params, notes = _load_model(folder, card, placement, dtype)
     ids = model_card.read_draft_ids(folder, card)
     params = DrafterParams(params, _held(ids, placement))
-    return Autoregressive(shape, dtype), params, placement, notes
+    drafter = drafter_of(Autoregressive(shape, dtype), choice, tokenizer.vocab_size)
+    return drafter, params, placement, notes
+
+
+def drafter_of(model: Autoregressive, choice: Choice, num_tokens: int) -> Drafter:
+    """The model, or the lookup before it that `choice` names."""
+    if NGRAM not in parts_of(choice.drafter):
+        return model
+    return LookupFirst(Ngram(num_tokens), dataclasses.replace(model, pending=choice.k + 1))
 
 
 def _held(ids: np.ndarray | None, placement: Placement | None) -> jax.Array | None:

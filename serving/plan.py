@@ -94,7 +94,9 @@ class Choice:
     """How a target is served.
 
     Attributes:
-      drafter: a model of the run directory, a path to a model directory, "ngram", or "" for none.
+      drafter: a model of the run directory, a path to a model directory, "ngram" (drafts are looked up in the
+        text so far), either of the former with "+ngram" behind it (looked up where the text repeats itself,
+        else the model's), or "" for none.
       k: drafts per round; 0 is plain decoding.
       rule: "token" or "block".
       chips_per_copy: chips that share one copy of the drafter; 0 for all.

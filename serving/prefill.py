@@ -18,8 +18,8 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from drafters import kv_cache
-from drafters.autoregressive import Autoregressive
 from drafters.kv_cache import KVCache
+from drafters.lookup_first import model_in
 from drafters.transformer import with_params
 from serving import penalties as penalising
 from serving.leader import alone, for_each_chip
@@ -110,9 +110,10 @@ def _with_sharded_caches(engine: Engine, drafter: Any) -> Any:
 
 
 def _cache_places(engine: Engine) -> Any:
-    assert isinstance(engine.drafter, Autoregressive)
+    model = model_in(engine.drafter)
+    assert model is not None
     assert engine.drafter_placement is not None
-    return engine.drafter_placement.cache_shardings(engine.drafter.shape)
+    return engine.drafter_placement.cache_shardings(model.shape)
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="prefix")

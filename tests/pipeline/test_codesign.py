@@ -346,6 +346,21 @@ def test_tasks_without_drafts_have_more_rounds():
     assert means[0] == pytest.approx(np.mean(means[1:]), rel=0.01)
 
 
+def test_a_model_behind_a_lookup_has_rounds_of_both():
+    """Half of its rounds are copies: the lookup's, and one draft's time to take in what was committed."""
+    both = Option("wide+ngram", 4, "token", "sharded", 16)
+    rounds = [PLAIN, round_of("wide", 4, 36.0), round_of("ngram", 4, 28.0)]
+    assert both not in loops(rounds[:2], 1, 300)
+    timed = loops(rounds, 1, 300)
+    forecast = Forecast([result("wide+ngram", 0.5, looked_up=0.5)], Traffic())
+    assert forecast.loop(both, timed).ms == pytest.approx((36 + (28 + 8 / 4)) / 2)
+    twice = forecast.at_batch(2)  # both rows must copy
+    assert twice.loop(both, timed).ms == pytest.approx(36 - (36 - 30) / 4)
+    never = Forecast([result("wide+ngram", 0.5)], Traffic())
+    assert never.loop(both, timed).ms == 36
+    assert [one.option.drafter for one in decision.judged(forecast, timed)] == ["", "wide+ngram"]
+
+
 def test_a_run_of_a_lookup_leaves_its_rarer_gaps_to_the_law():
     """It measures the mean round; the 99th percentile is one with drafts, a fifth slower than profiled."""
     timed = loops([PLAIN, round_of("ngram", 4, 2 * PLAIN_MS)], 1, 300)

@@ -92,7 +92,7 @@ def write_models(root):
 def play(root, **settings):
     given = dict(
         run_dir=str(root),
-        drafters=("small", "ngram"),
+        drafters=("small", "ngram", "small+ngram"),
         tasks=(SAMPLED, ABSENT),
         topology=HOST,
         k=K,
@@ -140,7 +140,7 @@ def results(acceptance, **wanted):
 def test_every_drafter_has_a_result_at_every_k(run):
     _, acceptance = run
     assert acceptance.target == "target"
-    for drafter in ("small", "ngram"):
+    for drafter in ("small", "ngram", "small+ngram"):
         token = results(acceptance, drafter=drafter, rule="token")
         assert [result.k for result in token] == [1, 2, 3, 4]
         assert [result.source for result in token] == ["derived"] * 3 + ["measured"]
@@ -189,11 +189,16 @@ def test_alpha_and_overlap_agree(run):
     assert small.overlap_teacher_forced is not None
     (ngram,) = results(acceptance, drafter="ngram", rule="token", k=K)
     assert ngram.rounds > 100
+    (both,) = results(acceptance, drafter="small+ngram", rule="token", k=K)
+    assert (small.looked_up, ngram.looked_up) == (0, 1)
+    assert 0 < both.looked_up < 1
+    assert (small.drafting, both.drafting) == (1, 1)
+    assert ngram.drafting < 1
 
 
-def served(root, drafter, k, rule="token", params=WARPED, seed=0):
+def served(root, drafter, k, rule="token", params=WARPED, seed=0, change=lambda pair: pair):
     """A real run: the pair, and what it generated."""
-    pair = load(str(root), HOST, "target", Choice(drafter=drafter, k=k, rule=rule))
+    pair = change(load(str(root), HOST, "target", Choice(drafter=drafter, k=k, rule=rule)))
     trial = Trial(task=Texts(), sampling=params)
     asked = ask(trial, pair.tokenizer, seed)
     answers = answers_of(pair, asked.requests, batch_size=12, job=(WARPED, WARPED))
@@ -211,7 +216,7 @@ def look(pair, generated, params=WARPED):
     )
 
 
-@pytest.mark.parametrize("drafter", ["small", "ngram"])
+@pytest.mark.parametrize("drafter", ["small", "ngram", "small+ngram"])
 def test_a_replay_at_the_same_k_is_the_run_itself(run, drafter):
     pair, generated = served(run[0], drafter, K)
     outlooks = look(pair, generated)
@@ -220,6 +225,37 @@ def test_a_replay_at_the_same_k_is_the_run_itself(run, drafter):
     reasons = {one.answer.finish_reason for one in generated}
     assert reasons == {"stop", "length"}  # texts that end in both ways are among them
     assert any(one.text.continuation[-1] == overlap.END for one in generated)
+
+
+def copying_often(pair):
+    """One token back is enough to copy."""
+    drafter = pair.engine.drafter
+    lookup = dataclasses.replace(drafter.lookup, shortest=1)
+    drafter = dataclasses.replace(drafter, lookup=lookup)
+    return dataclasses.replace(pair, engine=dataclasses.replace(pair.engine, drafter=drafter))
+
+
+def test_rounds_of_both_kinds_are_told_apart(run):
+    """|z| < 3.9, size 1e-4 of each K. Copies that are taken for the model's drafts are seen."""
+    pair, generated = served(run[0], "small+ngram", K, change=copying_often)
+    played = [one.rounds for one in generated]
+
+    def counts_of(outlooks, k):
+        again = [
+            rounds.replay(outlook, one.place, k, pair.engine.drafter.context)
+            for one, outlook in zip(generated, outlooks, strict=True)
+        ]
+        return again, rounds.count(again, outlooks, k)
+
+    outlooks = look(pair, generated)
+    again, counts = counts_of(outlooks, K)
+    assert again == played
+    assert 0.2 < counts.copying.sum() / counts.drafting.sum() < 0.8
+    for k in range(1, K + 1):
+        assert abs(statistics.disagreement(counts_of(outlooks, k)[1])) < 3.9
+    engine = dataclasses.replace(pair.engine, drafter=pair.engine.drafter.model)
+    alone = look(dataclasses.replace(pair, engine=engine), generated)
+    assert abs(statistics.disagreement(counts_of(alone, K)[1])) > 3.9
 
 
 def test_the_wrong_warp_is_seen(run):
@@ -245,7 +281,12 @@ def test_derived_results_have_the_law_of_a_real_run(run):
     (derived,) = results(acceptance, drafter="small", rule="token", k=BLOCK_K)
     _, generated = served(run[0], "small", BLOCK_K, seed=5)
     unseen = [
-        Outlook(np.zeros((n, BLOCK_K), bool), np.zeros((n, BLOCK_K)), np.ones(n, bool))
+        Outlook(
+            np.zeros((n, BLOCK_K), bool),
+            np.zeros((n, BLOCK_K)),
+            np.full(n, BLOCK_K),
+            np.zeros(n, bool),
+        )
         for n in (len(one.text.continuation) for one in generated)
     ]
     counts = rounds.count([one.rounds for one in generated], unseen, BLOCK_K)
@@ -282,7 +323,7 @@ def test_what_is_there_is_not_played_again(run, copy, capsys, monkeypatch):
     monkeypatch.setattr(evaluation, "load_target", None)
     again = play(copy)
     assert dataclasses.replace(again, lineage=run[1].lineage) == run[1]
-    assert "2 of 2 pieces are there already" in capsys.readouterr().err
+    assert "3 of 3 pieces are there already" in capsys.readouterr().err
     with pytest.raises(TypeError):  # it tries to load the models
         play(copy, seed=1)
 
@@ -302,7 +343,7 @@ def test_tensorboard_has_curves_and_tables(run, rendered):
     assert RunDir.at(run[0]) in rendered
     folder = run[0] / "tensorboard" / "evaluate"
     assert {path.parent.name for path in folder.rglob("events.*")} == {
-        *("evaluate", "small-token", "ngram-token")
+        *("evaluate", "small-token", "ngram-token", "small+ngram-token")
     }
     assert b"K  tau" in next(folder.glob("events.*")).read_bytes()
 
@@ -354,7 +395,7 @@ def test_trials_that_make_no_sense_are_refused():
 def test_a_dry_run_says_what_would_be_done(tmp_path, capsys):
     evaluate(
         run_dir=str(tmp_path / "new"),
-        drafters=("small", "ngram"),
+        drafters=("small", "ngram", "small+ngram"),
         tasks=(SAMPLED, ABSENT),
         k=4,
         dry_run=True,

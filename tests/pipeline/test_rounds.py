@@ -19,7 +19,8 @@ def outlook_of(accepted, k):
     return Outlook(
         accepted=rounds.everywhere(accepted, k),
         overlap=rounds.everywhere(accepted.astype(float), k),
-        offered=np.ones(len(accepted), bool),
+        offered=np.full(len(accepted), k),
+        copied=np.zeros(len(accepted), bool),
     )
 
 
@@ -65,6 +66,7 @@ def test_a_replay_walks_along_the_marks():
 _EASY = np.array([0.97, 0.45])
 _STAYS = np.array([0.95, 0.9])
 _TEXT = 300
+_NONE = np.zeros(_TEXT, bool)
 
 
 def states(rng, texts):
@@ -88,7 +90,7 @@ def played_at(k, state, rng):
 
 
 def tau_of(played, k, seed=0):
-    blank = Outlook(np.zeros((_TEXT, k), bool), np.zeros((_TEXT, k)), np.ones(_TEXT, bool))
+    blank = outlook_of(np.zeros(_TEXT), k)
     counts = rounds.count(played, [blank] * len(played), k)
     times = statistics.resamples(len(played), np.random.default_rng(seed))
     found = statistics.tau_interval(counts, times)
@@ -103,7 +105,7 @@ def test_smaller_k_have_the_law_of_real_runs_and_cut_blocks_have_not():
     runs = [(state, played_at(large, state, rng)) for state in states(rng, 200)]
     replays = {k: [] for k in (1, 2, 4)}
     for state, played in runs:
-        outlook = outlook_of(marks(played, _TEXT, _EASY[state], rng), large)
+        outlook = outlook_of(marks(played, _NONE, _EASY[state], rng), large)
         assert replay(outlook, FAR, large, 10**6) == played
         for k in replays:
             replays[k].append(replay(outlook, FAR, k, 10**6))
@@ -121,8 +123,31 @@ def test_positions_that_were_evaluated_keep_their_marks():
     played = [Round(0, 0, 0), Round(2, 2, 2), Round(2, 2, 1)]
     never, always = np.zeros(6), np.ones(6)
     rng = np.random.default_rng(0)
-    assert marks(played, 6, never, rng).tolist() == [False, True, True, False, True, False]
-    assert marks(played, 6, always, rng).tolist() == [True, True, True, True, True, False]
+    none = np.zeros(6, bool)
+    assert marks(played, none, never, rng).tolist() == [False, True, True, False, True, False]
+    assert marks(played, none, always, rng).tolist() == [True, True, True, True, True, False]
+
+
+def test_what_became_of_a_copy_says_nothing_about_the_model():
+    """The rounds of before; the second is a copy, so its two positions are drawn."""
+    played = [Round(0, 0, 0), Round(2, 2, 2), Round(2, 2, 1)]
+    copied = np.array([0, 1, 0, 0, 0, 0], bool)
+    rng = np.random.default_rng(0)
+    assert marks(played, copied, np.zeros(6), rng).tolist() == [0, 0, 0, 0, 1, 0]
+    assert marks(played, copied, np.ones(6), rng).tolist() == [1, 1, 1, 1, 1, 0]
+    counts = rounds.count([played], [outlook_of([0] * 6, 2)._replace(copied=copied)], 2)
+    assert (counts.drafting.tolist(), counts.copying.tolist()) == ([2], [1])
+
+
+def test_a_round_has_no_more_drafts_than_are_offered():
+    """Two are copied at position 1, nothing is offered at 5."""
+    outlook = outlook_of([0, 1, 1, 1, 1, 1, 1], 4)._replace(offered=np.array([4, 2, 4, 4, 4, 0, 4]))
+    limited = outlook._replace(
+        accepted=outlook.accepted & (np.arange(4) < outlook.offered[:, None])
+    )
+    assert replay(limited, FAR, 4, 10**6) == [Round(0, 0, 0), Round(4, 2, 2), Round(3, 3, 3)]
+    one, none = Round(1, 1, 1), Round(1, 0, 0)
+    assert replay(limited, FAR, 1, 10**6)[1:] == [one, one, none, one]
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -194,7 +219,7 @@ def test_disagreement_is_a_standard_normal_unless_something_is_wrong():
         noise = (overlaps * (1 - overlaps)).sum(axis=1)
         many = np.full(400, 50)
         return statistics.disagreement(
-            Counts(empty, empty, many, accepted, overlaps.sum(axis=1), noise, many, many, many)
+            Counts(empty, empty, many, accepted, overlaps.sum(axis=1), noise, *[many] * 4)
         )
 
     assert abs(judged(overlaps)) < 3.9

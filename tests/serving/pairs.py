@@ -9,6 +9,7 @@ import numpy as np
 
 from drafters.autoregressive import Autoregressive, DrafterParams
 from drafters.blind import Blind
+from drafters.lookup_first import LookupFirst, model_in
 from drafters.mesh import Topology
 from drafters.ngram import Ngram
 from drafters.shapes import TransformerShape
@@ -127,6 +128,11 @@ def counting_params():
     }
 
 
+def _both(model):
+    # Two tokens back, so that a random text has rounds of both kinds.
+    return LookupFirst(Ngram(NUM_TOKENS, shortest=2), model)
+
+
 def kinds():
     """name -> (drafter, params) of every kind."""
     return {
@@ -134,6 +140,8 @@ def kinds():
         "trimmed": (Autoregressive(TRIMMED), drafter_params(trimmed=True)),
         "itself": (Autoregressive(TARGET), DrafterParams(target_params(), None)),
         "ngram": (Ngram(NUM_TOKENS, shortest=1), None),
+        "both": (_both(Autoregressive(TARGET, pending=9)), drafter_params()),
+        "both-trimmed": (_both(Autoregressive(TRIMMED, pending=9)), drafter_params(trimmed=True)),
         "uniform": (Blind(NUM_TOKENS), jnp.zeros(NUM_TOKENS)),
         "one-hot": (Blind(NUM_TOKENS), 100.0 * jnp.eye(NUM_TOKENS)[3]),
     }
@@ -170,14 +178,16 @@ def on_mesh(served, chips_per_copy=0, leader=False):
     engine, everywhere = served.engine, HOST_16.placement()
     weights = served.weights._replace(target=everywhere.put(TARGET, served.weights.target))
     drafter, placement = engine.drafter, None
-    if isinstance(drafter, Autoregressive):
+    if model := model_in(drafter):
         placement = HOST_16.placement(1 if leader else chips_per_copy)
         own = served.weights.drafter
         ids = None if own.ids is None else jax.device_put(own.ids, placement.sharding())
         weights = weights._replace(
-            drafter=DrafterParams(placement.put(drafter.shape, own.weights), ids)
+            drafter=DrafterParams(placement.put(model.shape, own.weights), ids)
         )
-        drafter = Autoregressive(placement.served_shape(drafter.shape))
+        model = dataclasses.replace(model, shape=placement.served_shape(model.shape))
+        both = isinstance(drafter, LookupFirst)
+        drafter = dataclasses.replace(drafter, model=model) if both else model
     engine = dataclasses.replace(
         engine,
         shape=everywhere.served_shape(TARGET),

@@ -11,6 +11,8 @@ import pytest
 from scipy import stats
 
 from drafters.autoregressive import Autoregressive, DrafterParams
+from drafters.lookup_first import LookupFirst
+from drafters.ngram import Ngram
 from drafters.shapes import TransformerShape
 from drafters.transformer import with_params
 from serving import prefill, sampling, speculation
@@ -58,20 +60,24 @@ RANDOM = Weights(sharpened(0), DrafterParams(sharpened(5), None))
 CONSTANT = Weights(constant(1 / 3, 2 / 3), DrafterParams(constant(2 / 3, 1 / 3), None))
 
 
-def engine_of(rule):
+MODEL = Autoregressive(SHAPE)
+LOOKUP_FIRST = LookupFirst(Ngram(VOCAB, shortest=1), Autoregressive(SHAPE, pending=3))
+
+
+def engine_of(rule, drafter):
     return Engine(
         shape=SHAPE,
         num_tokens=VOCAB,
         eos_ids=(),
-        drafter=Autoregressive(SHAPE),
+        drafter=drafter,
         k=2,
         rule=rule,
     )
 
 
-def sequences(rule, weights=RANDOM):
+def sequences(rule, weights=RANDOM, drafter=MODEL):
     """i32[SEQUENCES, 3] tokens behind PROMPT, and the share of drafts that were rejected."""
-    engine = engine_of(rule)
+    engine = engine_of(rule, drafter)
     found, accepted, drafted = [], 0, 0
     for first in range(0, SEQUENCES, ROWS):
         requests = Requests(
@@ -116,6 +122,14 @@ def p_value(found, weights=RANDOM):
 def test_three_tokens_have_the_targets_law(rule):
     found, rejected = sequences(rule)
     assert rejected > 0.2  # else the residual is never drawn from
+    assert p_value(found) > SIZE
+
+
+@pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_lookup_before_a_model_leaves_the_law_alone(rule):
+    """Behind PROMPT nothing can be copied, behind what follows it often something."""
+    found, rejected = sequences(rule, drafter=LOOKUP_FIRST)
+    assert rejected > 0.2
     assert p_value(found) > SIZE
 
 

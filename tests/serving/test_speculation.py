@@ -23,6 +23,7 @@ from tests.serving.pairs import (
     SAMPLED,
     TARGET,
     TRIMMED,
+    TRIMMED_IDS,
     ask,
     ask_all,
     counting,
@@ -49,6 +50,8 @@ MODES = {
     "trimmed-long": ("trimmed", 7, "token"),
     "ngram": ("ngram", 2, "block"),
     "ngram-long": ("ngram", 5, "token"),
+    "both": ("both", 3, "block"),
+    "both-trimmed": ("both-trimmed", 4, "token"),
     "uniform": ("uniform", 1, "block"),
     "one-hot": ("one-hot", 1, "block"),
     "uniform-long": ("uniform", 6, "token"),
@@ -137,9 +140,10 @@ def test_plain_decoding_can_be_led(plain):
     assert tokens_of(answers) == [answer.tokens[:6] for answer in plain]
 
 
-def test_tokens_depend_on_the_request_alone():
+@pytest.mark.parametrize("kind", ["autoregressive", pytest.param("both", marks=pytest.mark.slow)])
+def test_tokens_depend_on_the_request_alone(kind):
     """Whoever the neighbours are, wherever a row lies, streamed or not."""
-    served = pair("autoregressive", 3)
+    served = pair(kind, 3)
     together = steady(served, ask_all(PROMPTS, MIXED))
     assert any(answer.accepted for answer in together)
     assert any(answer.accepted < answer.drafted for answer in together)
@@ -191,12 +195,15 @@ def committed_of(state):
 def caches_of(state, row, length):
     """Keys and values of a row's committed tokens, of both models."""
     caches = [state.target]
-    if hasattr(state.private.drafter, "cache"):
-        caches.append(state.private.drafter.cache)
+    drafter = getattr(state.private.drafter, "model", state.private.drafter)
+    if hasattr(drafter, "cache"):
+        caches.append(drafter.cache)
     return [np.asarray(part[row, :, :length]) for c in caches for part in (*c.k, *c.v)]
 
 
-@pytest.mark.parametrize("mode", ["itself", "autoregressive-long", "trimmed", "ngram-long"])
+@pytest.mark.parametrize(
+    "mode", ["itself", "autoregressive-long", "trimmed", "ngram-long", "both", "both-trimmed"]
+)
 def test_caches_hold_the_committed_tokens_after_every_round(mode):
     served = pair(*MODES[mode])
     requests, state = start(served, PROMPTS, MIXED)
@@ -249,6 +256,86 @@ def test_where_nothing_is_looked_up_tokens_are_those_of_plain_decoding():
     answers = serve(rarely(pair("ngram", 5), 12), prompts)
     assert tokens_of(answers) == tokens_of(serve(pair(), prompts))
     assert not any(answer.drafted for answer in answers)
+
+
+# --------------------------------------------------------------------------------------------------
+# A lookup before a model
+# --------------------------------------------------------------------------------------------------
+
+
+def begun(served, texts):
+    """The private state of rows of one length, whose last token was just committed."""
+    requests, state = start(served, [text[:-1] for text in texts], [GREEDY] * len(texts))
+    block = np.zeros((len(texts), served.engine.k + 1), np.int32)
+    block[:, 0] = [text[-1] for text in texts]
+    ones = jnp.ones(len(texts), jnp.int32)
+    drafter = served.engine.drafter.commit(state.private.drafter, jnp.asarray(block), ones)
+    return requests, dataclasses.replace(state.private, drafter=drafter)
+
+
+def drafts_of(served, *texts):
+    """The proposal behind texts of one length, and the drafter's state after it."""
+    requests, private = begun(served, texts)
+    length = jnp.full(len(texts), len(texts[0]))
+    return speculation.draft(served.engine, served.weights.drafter, requests, private, length)
+
+
+REPEATS, NEW = (7, 8, 9, 10, 11, 7, 8), (3, 9, 4, 1, 12, 0, 5)
+
+
+def test_what_repeats_itself_is_copied_and_the_rest_drafted():
+    """The first row was here before; the second has the drafts that the model makes by itself."""
+    proposal, private = drafts_of(pair("both", 3), REPEATS, NEW)
+    alone, _ = drafts_of(pair("autoregressive", 3), REPEATS, NEW)
+    assert proposal.tokens[0].tolist() == [9, 10, 11]
+    np.testing.assert_array_equal(proposal.probs[0], np.eye(NUM_TOKENS)[[9, 10, 11]])
+    assert proposal.tokens[1].tolist() == alone.tokens[1].tolist()
+    np.testing.assert_allclose(proposal.probs[1], alone.probs[1], atol=1e-5)
+    # Behind a copy the model has taken in what is committed, and nothing of what it drafted.
+    assert private.drafter.model.cache.length.tolist() == [7, 7 + 2]
+
+
+@pytest.mark.parametrize(("texts", "steps"), [((REPEATS,), [0]), ((REPEATS, NEW), [0, 1, 2])])
+def test_where_all_rows_copy_the_model_drafts_nothing(texts, steps):
+    served, chosen = pair("both", 3), []
+
+    def choose(memory, step, logits):
+        jax.debug.callback(lambda step: chosen.append(int(step)), step)
+        return memory, jnp.argmax(logits, axis=0), jax.nn.softmax(logits, axis=0).T
+
+    private = begun(served, texts)[1]
+    served.engine.drafter.propose(served.weights.drafter, private.drafter, choose, None, 3)
+    jax.effects_barrier()
+    assert chosen == steps
+
+
+def test_only_what_the_model_can_say_is_copied():
+    """A trimmed vocabulary without 10 and 17."""
+    assert not {10, 17} & set(TRIMMED_IDS.tolist())
+    served = pair("both-trimmed", 4)
+    for text, copied in (((7, 4, 9, 11, 10, 7, 4), [9, 11]), ((7, 4, 17, 9, 11, 7, 4), [])):
+        proposal, _ = drafts_of(served, text)
+        assert proposal.count.tolist() == [len(copied) or 4]
+        assert proposal.tokens[0, : len(copied)].tolist() == copied
+
+
+def test_a_block_must_fit_what_the_model_takes_in():
+    served = pair("both", 9)
+    with pytest.raises(ValueError, match="10 tokens does not fit the model's pending = 9"):
+        serve(served, ask_all(PROMPTS, ENDLESS))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param({"chips_per_copy": 4}, marks=pytest.mark.slow, id="four-chips"),
+        pytest.param({"leader": True}, id="leader"),
+    ],
+)
+def test_sixteen_devices_look_first_too(place, plain):
+    served = on_mesh(pair("both", 3), **place)
+    answers = serve(served, ask_all(PROMPTS, dataclasses.replace(ENDLESS, max_tokens=12)))
+    assert tokens_of(answers) == [answer.tokens[:12] for answer in plain]
 
 
 # --------------------------------------------------------------------------------------------------
