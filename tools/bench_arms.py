@@ -15,7 +15,7 @@ from drafters.mesh import Topology
 from drafters.model_card import read_card
 from pipeline.core.errors import UserError
 from serving.decode import Prompt, decode
-from serving.pair import NGRAM, Pair, load_target, with_drafter
+from serving.pair import NGRAM, Pair, load_target, look_first, with_drafter
 from serving.plan import Choice
 from serving.sampling import SamplingParams
 
@@ -59,7 +59,7 @@ def peak_bytes() -> int:
 
 
 def arms_of(tool: str, work: Work) -> dict[str, Arm]:
-    """A tool's arms: "plain", "lookup K = k" and, where there is one, "drafter K = k"."""
+    """A tool's arms: "plain", "lookup K = k" and, with a drafter, "drafter K = k"; ours "both K = k" too."""
     return {"draftmesh": our_arms, "transformers": their_arms, "llama.cpp": llama_arms}[tool](work)
 
 
@@ -69,15 +69,17 @@ def arms_of(tool: str, work: Work) -> dict[str, Arm]:
 
 
 def our_arms(work: Work) -> dict[str, Arm]:
-    """Plain decoding, looked-up drafts, and a drafter's."""
+    """Plain decoding, looked-up drafts, a drafter's, and a drafter's where nothing can be looked up."""
     ONE.prepare()
     target = load_target(".", ONE, work.model)
     arms = {"plain": ours(target, work.ids)}
-    for name in filter(None, (NGRAM, work.drafter)):
+    drafters = {"lookup": NGRAM}
+    if work.drafter:
+        drafters |= {"drafter": work.drafter, "both": look_first(work.drafter)}
+    for what, name in drafters.items():
         pair = with_drafter(target, ".", ONE, Choice(drafter=name, k=max(work.counts)))
         for k in work.counts:
             engine = dataclasses.replace(pair.engine, k=k)
-            what = "lookup" if name == NGRAM else "drafter"
             served = dataclasses.replace(pair, engine=engine)
             arms[f"{what} K = {k}"] = ours(served, work.ids)
     return arms

@@ -1,7 +1,7 @@
 """Beside the tools people use today: the same weights, prompt and greedy tokens in fp32, in turns.
 
     python -m tools.bench peers                           looks drafts up in a text that repeats itself
-    python -m tools.bench peers --drafter=DIR --k=4,7     and drafts with a model
+    python -m tools.bench peers --drafter=DIR --k=4,7     and drafts with a model, and with both ("both")
     python -m tools.bench peers --gguf=FILE               and beside llama.cpp, if its Python package is there
 
 The yardsticks are transformers (plain, prompt lookup, and assisted by the exported drafter) and llama.cpp
