@@ -35,11 +35,15 @@ class LookupFirst:
 
     Attributes:
       lookup: asked first.
-      model: drafts where that finds nothing. A copied block is pending for it: `pending` is K + 1 at least.
+      model: drafts where that finds nothing. A copied block is pending for it: see `for_drafts`.
     """
 
     lookup: Ngram
     model: Autoregressive
+
+    def for_drafts(self, k: int) -> LookupFirst:
+        """The same for blocks of K = `k` drafts, whose K + 1 tokens the model may have to take in at once."""
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, pending=k + 1))
 
     @property
     def context(self) -> int:

@@ -209,9 +209,7 @@ def _loaded(bench: Bench, options: Sequence[Option]) -> list[Pair]:
         key = (option.drafter, option.placement, option.chips_per_copy)
         if key not in held:
             held[key] = with_drafter(target, run_dir, bench.topology, option.choice())
-        pair = held[key]
-        engine = dataclasses.replace(pair.engine, k=option.k, rule=option.rule)
-        pairs.append(dataclasses.replace(pair, engine=engine))
+        pairs.append(held[key].drafting(option.k, option.rule))
     return pairs
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from drafters import model_card
@@ -205,10 +206,10 @@ def _works(
     for trial, digest in digests.items():
         if trial.metric != "none":
             yield Work(drafter=PLAIN, trial=trial, digest=digest, rule="token", k=0)
-    for drafter in drafters:
-        for rule, count in (("token", k), *(("block", each) for each in block_ks)):
-            for trial, digest in digests.items():
-                yield Work(drafter=drafter, trial=trial, digest=digest, rule=rule, k=count)
+    for drafter, (trial, digest) in itertools.product(drafters, digests.items()):
+        yield Work(drafter=drafter, trial=trial, digest=digest, rule="token", k=k)
+        for count in block_ks:
+            yield Work(drafter=drafter, trial=trial, digest=digest, rule="block", k=count)
 
 
 def _plan(

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from etils import epath
 
@@ -44,7 +44,7 @@ class Work:
     drafter: str
     trial: Trial
     digest: str
-    rule: str
+    rule: Literal["token", "block"]
     k: int
 
     @property
@@ -161,9 +161,7 @@ class Evaluator:
             self._pairs.clear()
             pair = with_drafter(target, root, self.topology, choice)
             self._pairs.update({"": target, work.drafter: pair})
-        pair = self._pairs[work.drafter]
-        engine = dataclasses.replace(pair.engine, k=work.k, rule=work.rule)
-        return dataclasses.replace(pair, engine=engine)
+        return self._pairs[work.drafter].drafting(work.k, work.rule)
 
     def _lineage(self, work: Work) -> artifacts.Lineage:
         hashes = self.lineage.weights_hash

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,14 @@ class Pair:
     tokenizer: Tokenizer
     context: int
     notes: tuple[str, ...] = ()
+
+    def drafting(self, k: int, rule: Literal["token", "block"]) -> Pair:
+        """The same pair with K = `k` drafts per round, judged by `rule`."""
+        drafter = self.engine.drafter
+        if isinstance(drafter, LookupFirst):
+            drafter = drafter.for_drafts(k)
+        engine = dataclasses.replace(self.engine, k=k, rule=rule, drafter=drafter)
+        return dataclasses.replace(self, engine=engine)
 
     def plain(self) -> Pair:
         """The same target decoded without a drafter."""
@@ -180,15 +188,11 @@ def _load_drafter(
     shape, params, notes = _load_model(folder, card, placement, dtype)
     ids = model_card.read_draft_ids(folder, card)
     params = DrafterParams(params, _held(ids, placement))
-    drafter = drafter_of(Autoregressive(shape, dtype), choice, tokenizer.vocab_size)
-    return drafter, params, placement, notes
-
-
-def drafter_of(model: Autoregressive, choice: Choice, num_tokens: int) -> Drafter:
-    """The model, or the lookup before it that `choice` names."""
+    model = Autoregressive(shape, dtype)
     if NGRAM not in parts_of(choice.drafter):
-        return model
-    return LookupFirst(Ngram(num_tokens), dataclasses.replace(model, pending=choice.k + 1))
+        return model, params, placement, notes
+    drafter = LookupFirst(Ngram(tokenizer.vocab_size), model).for_drafts(choice.k)
+    return drafter, params, placement, notes
 
 
 def _held(ids: np.ndarray | None, placement: Placement | None) -> jax.Array | None:

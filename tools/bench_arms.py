@@ -79,9 +79,7 @@ def our_arms(work: Work) -> dict[str, Arm]:
     for what, name in drafters.items():
         pair = with_drafter(target, ".", ONE, Choice(drafter=name, k=max(work.counts)))
         for k in work.counts:
-            engine = dataclasses.replace(pair.engine, k=k)
-            served = dataclasses.replace(pair, engine=engine)
-            arms[f"{what} K = {k}"] = ours(served, work.ids)
+            arms[f"{what} K = {k}"] = ours(pair.drafting(k, "token"), work.ids)
     return arms
 
 

@@ -26,10 +26,10 @@ def stored(smollm2, tmp_path_factory) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["", "ngram", "two"])
+@pytest.mark.parametrize("drafter", ["", "ngram", "two", "two+ngram"])
 def test_greedy_tokens_are_those_of_transformers(smollm2, stored, drafter):
     """All prompts in one batch of unequal rows, 64 tokens each, over the cache."""
-    names = {"two": stored}
+    names = {"two": stored, "two+ngram": f"{stored}+ngram"}
     choice = Choice(drafter=names.get(drafter, drafter), k=3) if drafter else Choice(k=0)
     pair = load(".", ONE, str(smollm2), choice)
     prompts = [

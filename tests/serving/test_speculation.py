@@ -323,6 +323,9 @@ def test_a_block_must_fit_what_the_model_takes_in():
     served = pair("both", 9)
     with pytest.raises(ValueError, match="10 tokens does not fit the model's pending = 9"):
         serve(served, ask_all(PROMPTS, ENDLESS))
+    assert served.drafting(9, "token").engine.drafter.model.pending == 10
+    plain = pair("autoregressive", 3).drafting(2, "block").engine
+    assert (plain.k, plain.rule, plain.drafter.pending) == (2, "block", 2)
 
 
 @pytest.mark.parametrize(

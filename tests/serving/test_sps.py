@@ -226,6 +226,15 @@ def test_a_plan_is_followed_if_it_is_of_these_models(run_dir, tmp_path):
         drafter="ngram", k=3, chips_per_copy=1
     )
     assert choice_of(str(tmp_path), "target", None, 0) == Choice(k=0)
+    drafter = model_card.read_card(models / "drafter").weights_hash
+    both = {"target": found, "drafter": drafter}
+    write_plan(tmp_path, lineage={"weights_hash": both}, drafter="drafter+ngram")
+    assert choice_of(str(tmp_path), "target", None, None).drafter == "drafter+ngram"
+    write_plan(
+        tmp_path, lineage={"weights_hash": {**both, "drafter": "older"}}, drafter="drafter+ngram"
+    )
+    with pytest.raises(UserError, match=r"weights_hash.*'older'"):
+        choice_of(str(tmp_path), "target", None, None)
     unpaying = {"verdict": "do_not_speculate", "drafter": "", "k": 0}
     write_plan(tmp_path, lineage={"weights_hash": {"target": found}}, **unpaying)
     assert choice_of(str(tmp_path), "target", None, None).k == 0
@@ -253,6 +262,15 @@ def test_a_request_that_bans_every_token_is_refused(call, tmp_path):
     code, _, _ = call(f"--prompts_file={tmp_path / 'in.jsonl'}", f"--output={output}")
     assert code == 1
     assert "leave no token" in answers_in(output)[0]["error"]
+
+
+def test_a_model_is_served_behind_a_lookup(call):
+    code, plain, _ = call("--prompt=abcabc", "--k=0")
+    assert code == 0
+    assert call("--prompt=abcabc", "--gin.Choice.drafter='drafter+ngram'")[:2] == (0, plain)
+    code, _, err = call("--prompt=abcabc", "--gin.Choice.drafter='nobody+ngram'")
+    assert code == 2
+    assert "models/nobody/model.json does not exist" in err
 
 
 def test_a_missing_plan_is_no_matter_without_drafts(call):
