@@ -19,6 +19,7 @@ from jax import Array
 from drafters import kv_cache
 from drafters.autoregressive import AutoregressiveState
 from drafters.kv_cache import KVCache
+from drafters.lookup_first import LookupFirstState
 from drafters.ngram import Ngram, NgramState
 from serving import prefill, speculation
 from serving.leader import alone
@@ -217,16 +218,19 @@ def _at_length(state: State, length: int) -> State:
     def behind(cache: KVCache) -> KVCache:
         return cache.with_length(filled(cache.length))
 
+    def drafting(drafter: Any) -> Any:
+        if isinstance(drafter, LookupFirstState):
+            return LookupFirstState(drafting(drafter.lookup), drafting(drafter.model))
+        if isinstance(drafter, AutoregressiveState):
+            cache, committed = behind(drafter.cache), filled(drafter.committed)
+            return dataclasses.replace(drafter, cache=cache, committed=committed)
+        if isinstance(drafter, NgramState):
+            return dataclasses.replace(drafter, length=filled(drafter.length))
+        return drafter
+
     progress = dataclasses.replace(state.progress, length=filled(state.progress.length))
-    drafter = state.private.drafter
-    if isinstance(drafter, AutoregressiveState):
-        drafter = dataclasses.replace(
-            drafter, cache=behind(drafter.cache), committed=filled(drafter.committed)
-        )
-    if isinstance(drafter, NgramState):
-        drafter = dataclasses.replace(drafter, length=filled(drafter.length))
     return State(
         scored=dataclasses.replace(state.scored, progress=progress),
         target=behind(state.target),
-        private=dataclasses.replace(state.private, drafter=drafter),
+        private=dataclasses.replace(state.private, drafter=drafting(state.private.drafter)),
     )
