@@ -1,6 +1,6 @@
 """Two drafters as one: what the text so far repeats is copied, everything else a model drafts.
 
-A copy costs the model one pass, which takes in what was committed, in the place of one per draft. Whether a
+A copy costs the model the pass that takes in what was committed, and spares it the others. Whether a
 round copies depends on committed text alone, so both kinds of draft are as exact as they are by themselves.
 Axes: B batch, K drafts, V' draft vocabulary.
 """
@@ -25,13 +25,15 @@ class LookupFirstState:
 
     lookup: NgramState
     model: AutoregressiveState
+    done: jax.Array  # bool[B], rows that did not grow: whatever is drafted for them is not read
 
 
 @dataclasses.dataclass(frozen=True)
 class LookupFirst:
     """A drafter that looks drafts up where it can; see `drafters.drafter.Drafter`.
 
-    Only tokens that the model can propose are copied: both kinds are judged over its vocabulary.
+    Only tokens that the model can propose are copied: both kinds are judged over its vocabulary. Behind the
+    model's context nothing is copied either.
 
     Attributes:
       lookup: asked first.
@@ -62,7 +64,9 @@ class LookupFirst:
 
     def start(self, batch: int, capacity: int) -> LookupFirstState:
         return LookupFirstState(
-            self.lookup.start(batch, capacity), self.model.start(batch, capacity)
+            self.lookup.start(batch, capacity),
+            self.model.start(batch, capacity),
+            jnp.zeros((batch,), bool),
         )
 
     def prefill(
@@ -76,19 +80,21 @@ class LookupFirst:
         return LookupFirstState(
             self.lookup.prefill(None, state.lookup, tokens, first, lengths),
             self.model.prefill(params, state.model, tokens, first, lengths),
+            state.done,
         )
 
     def commit(
         self, state: LookupFirstState, block: jax.Array, count: jax.Array
     ) -> LookupFirstState:
-        if block.shape[1] > self.model.pending:
+        if block.shape[1] != self.model.pending:
             raise ValueError(
-                f"a block of {block.shape[1]} tokens does not fit the model's pending = "
-                f"{self.model.pending}"
+                f"a block of {block.shape[1]} tokens is not the model's pending = {self.model.pending}: "
+                "see LookupFirst.for_drafts"
             )
         return LookupFirstState(
             self.lookup.commit(state.lookup, block, count),
             self.model.commit(state.model, block, count),
+            count == 0,
         )
 
     def copies(
@@ -112,7 +118,7 @@ class LookupFirst:
     ) -> tuple[Proposal, LookupFirstState]:
         tokens, index, count = self.copies(params.ids, state.lookup, k)
         copied = count > 0
-        wanted = jnp.where(jnp.all(copied), 1, k)
+        wanted = jnp.where(jnp.all(copied | state.done), 1, k)
         drafted, model = self.model.draft(params, state.model, choose, memory, k, wanted)
         certain = jax.nn.one_hot(index, drafted.probs.shape[-1], dtype=drafted.probs.dtype)
         proposal = Proposal(
@@ -123,11 +129,13 @@ class LookupFirst:
         # What the model drafted behind a copied row is no part of the row.
         held = jnp.where(copied, model.committed, model.cache.length)
         model = dataclasses.replace(model, cache=model.cache.with_length(held))
-        return proposal, LookupFirstState(state.lookup, model)
+        return proposal, dataclasses.replace(state, model=model)
 
     def grown(self, state: LookupFirstState, capacity: int) -> LookupFirstState:
         return LookupFirstState(
-            self.lookup.grown(state.lookup, capacity), self.model.grown(state.model, capacity)
+            self.lookup.grown(state.lookup, capacity),
+            self.model.grown(state.model, capacity),
+            state.done,
         )
 
 

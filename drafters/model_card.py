@@ -67,6 +67,16 @@ class TrainingCost:
     hours: float
     flops: float = 0.0
 
+    def after(self, earlier: TrainingCost | None) -> TrainingCost:
+        """With what the model had cost before this training."""
+        if earlier is None:
+            return self
+        return TrainingCost(
+            tokens=self.tokens + earlier.tokens,
+            hours=self.hours + earlier.hours,
+            flops=self.flops + earlier.flops,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard(artifacts.Artifact):

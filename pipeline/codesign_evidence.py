@@ -122,11 +122,11 @@ def _of_drafters(run: RunDir, acceptance: Acceptance, drafters: tuple[str, ...])
 
 
 def _with_rounds_of(run: RunDir, profile: Profile, acceptance: Acceptance) -> Profile:
-    wanted = {name for result in acceptance.results for name in parts_of(result.drafter)}
-    if missing := sorted(wanted - {r.drafter for r in profile.rounds}):
+    wanted = {part: r.drafter for r in acceptance.results for part in parts_of(r.drafter)}
+    if missing := sorted(wanted.keys() - {r.drafter for r in profile.rounds}):
         raise UserError(
             f"{run.profile} has no rounds of the drafter {missing[0]!r}: run python -m pipeline.profile "
-            "with it, or leave it out of codesign.drafters"
+            f"with it, or leave {wanted[missing[0]]!r} out of codesign.drafters"
         )
     kept = tuple(r for r in profile.rounds if r.drafter in ("", *wanted))
     return dataclasses.replace(profile, rounds=kept)

@@ -200,7 +200,7 @@ def _order(arms: int, laps: int) -> Iterator[tuple[int, int]]:
 
 
 def _loaded(bench: Bench, options: Sequence[Option]) -> list[Pair]:
-    """One pair per option; the target's weights, and those of a drafter in one place, are held once."""
+    """One pair per option; the target's weights, and those of a named drafter in one place, are held once."""
     run_dir = str(bench.run.root)
     target = load_target(run_dir, bench.topology, bench.target)
     held: dict[tuple, Pair] = {}

@@ -54,7 +54,7 @@ def evaluate(
 
     Args:
       run_dir: where the models are and results go.
-      drafters: models of the run directory, paths to model directories, or "ngram".
+      drafters: as in `serving.plan.Choice`: models, "ngram", or "MODEL+ngram".
       tasks: what is answered, and how it is sampled.
       target: the model that is served.
       topology: where to run; acceptance does not depend on it.

@@ -74,15 +74,12 @@ def _hidden(shape: TransformerShape, params: Params, tokens: Array) -> Array:
     return with_params(shape, params).hidden(tokens)
 
 
-def _read_by_target(pair: Pair, tokens: np.ndarray, memory: Memory | None) -> Array:
-    """Hidden states [D, B, T] of tokens i32[B, T], kept in `memory` if there is one."""
+def _read_by_target(pair: Pair, tokens: np.ndarray, memory: Memory) -> Array:
+    """Hidden states [D, B, T] of tokens i32[B, T], kept in `memory`."""
     key = tokens.tobytes()
-    if memory is not None and key in memory:
-        return memory[key]
-    x = _hidden(pair.engine.shape, pair.weights.target, tokens)
-    if memory is not None:
-        memory[key] = x
-    return x
+    if key not in memory:
+        memory[key] = _hidden(pair.engine.shape, pair.weights.target, tokens)
+    return memory[key]
 
 
 def _at(x: Array, rows: Array, places: Array) -> Array:
@@ -224,7 +221,7 @@ def _forced(
     texts: Sequence[Text],
     params: SamplingParams,
     job: Sequence[SamplingParams],
-    memory: Memory | None = None,
+    memory: Memory,
 ) -> list[Forced]:
     """Both models along the texts; the drafter is a language model."""
     engine, weights, warp = pair.engine, pair.weights, _warp(pair, params, job)
@@ -251,7 +248,7 @@ def _copied(
     params: SamplingParams,
     job: Sequence[SamplingParams],
     k: int,
-    memory: Memory | None = None,
+    memory: Memory,
 ) -> list[Copied]:
     """A lookup along the texts."""
     engine, weights, warp = pair.engine, pair.weights, _warp(pair, params, job)
@@ -324,13 +321,14 @@ def look(
     if not model_in(drafter) and not isinstance(drafter, Ngram):
         raise UserError(f"{type(drafter).__name__}: smaller K are not known for this kind")
     copies: list[Outlook] = [_NO_COPIES] * len(texts)
+    memory: Memory = {}
     if isinstance(drafter, Ngram | LookupFirst):
-        copied = _copied(pair, texts, params, job, k)
+        copied = _copied(pair, texts, params, job, k, memory)
         ends = pair.engine.eos_ids
         copies = [_of_copies(*both, ends) for both in zip(texts, copied, strict=True)]
     if not model_in(drafter):
         return copies
-    forced = _forced(pair, texts, params, job)
+    forced = _forced(pair, texts, params, job, memory)
     rngs = (np.random.default_rng([seed, index]) for index in range(len(texts)))
     return [_of_model(*one, k) for one in zip(forced, copies, rounds_of, rngs, strict=True)]
 

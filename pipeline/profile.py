@@ -48,7 +48,7 @@ from pipeline.profile_grid import CompileGrid, Grid, Model, Plan
 from pipeline.stopwatch import Sampling, Stopwatch
 from pipeline.subjects import Subject, weights_hashes
 from pipeline.watching import say
-from serving.pair import NGRAM
+from serving.pair import NGRAM, parts_of
 
 SETTINGS = (
     CollectiveGrid,
@@ -141,6 +141,11 @@ def _plan(
     run: RunDir, target: Subject, drafters: Sequence[Subject], topology: Topology, grid: Grid
 ) -> Plan:
     def model(subject: Subject) -> Model:
+        if len(parts := parts_of(subject.name)) > 1:
+            raise UserError(
+                f"profile.drafters names {subject.name!r}: profile {' and '.join(parts)}, from which its "
+                "rounds follow"
+            )
         return Model(name=subject.name, shape=subject.shape_in(run))
 
     return Plan(

@@ -12,6 +12,7 @@ from pipeline.candidates import IN_WORDS, Forecast, Option, loops, plain_of, tas
 from pipeline.report_evidence import Evidence
 from pipeline.report_format import Table, count, ms, number, percent, table, times
 from pipeline.run_durations import in_words
+from serving.pair import model_of
 from serving.plan import Candidate, Plan
 
 
@@ -99,9 +100,9 @@ def bill(plan: Plan) -> str:
     if cost is None:
         return ""
     return (
-        f"Training {plan.drafter} took {count(cost.tokens)} tokens and {in_words(3600 * cost.hours)}, its "
-        "teacher's answers and generated text not counted; that time is paid back after "
-        f"{count(cost.break_even_tokens)} served tokens."
+        f"Training {model_of(plan.drafter)} took {count(cost.tokens)} tokens and "
+        f"{in_words(3600 * cost.hours)}, its teacher's answers and generated text not counted; that time is "
+        f"paid back after {count(cost.break_even_tokens)} served tokens."
     )
 
 

@@ -73,7 +73,7 @@ def results(acceptance: Acceptance) -> Table | None:
         (
             "drafter", "task", "rule", "K>", "tau>", "alpha>", "alpha by overlap>",
             "overlap on held-out text>", "sd between requests>", "first draft>", "last draft>",
-            "requests>", "tokens>", "source",
+            "rounds with drafts>", "of them copied>", "requests>", "tokens>", "source",
         ),
         (_result(one) for one in acceptance.results),
         note=(
@@ -99,6 +99,8 @@ def _result(one: Result) -> tuple[str, ...]:
         number(one.alpha_sd_between_requests, 2),
         number(conditional[0]),
         number(conditional[-1]),
+        number(one.drafting),
+        number(one.looked_up),
         count(one.requests),
         count(one.emitted),
         one.source,

@@ -42,6 +42,7 @@ from pipeline.training_models import (
     Target,
     TrainingRecord,
     find_start,
+    in_order,
     initial_params,
     read_target,
     require_teachable,
@@ -127,14 +128,14 @@ def train(
       config: the text of this config, for lineage and TensorBoard.
       dry_run: check, print the plan and stop.
     """
-    ordered = _ordered(models, target)
+    run = RunDir.at(run_dir)
+    ordered = in_order(run, models, target)
     member = rendezvous.membership(cluster)
     if dry_run:
         for line in _plan(ordered, target, topology, model_axes, member):
             watching.say(line)
         return
     # ------------------------------------------------------------------------- processes and devices
-    run = RunDir.at(run_dir)
     # Two trainings of one folder would overwrite each other's states.
     with run.lock("train") if member.leads else contextlib.nullcontext():
         rendezvous.meet(run.root, member, "start", cluster.timeout_s)
@@ -170,20 +171,6 @@ def train(
             if session.train(spec, read_target(run, target) if other else None):
                 watching.say(f"stopped; the same command goes on with {spec.name}")
                 return
-
-
-def _ordered(models: Sequence[ModelSpec], target: str) -> list[ModelSpec]:
-    """The target first, the others as they are listed."""
-    names = [spec.name for spec in models]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"train.models has two models named {repeated[0]!r}; rename one")
-    for spec in models:
-        if spec.name == target and spec.needs_target:
-            raise UserError(
-                f"{target!r} is the target and cannot learn from itself: give it cross-entropy and random "
-                "weights, or set train.target to the model that teaches"
-            )
-    return sorted(models, key=lambda spec: spec.name != target)
 
 
 def _plan(
@@ -251,7 +238,9 @@ class _Session:
             artifacts.write(bench.record, self._record(ingredients))
         ended = self._run(job, target, begin, bench)
         if not ended.stopped:
-            self._finish(job, ended, ingredients, bench)
+            self._finish(job, ended, ingredients, bench, start)
+            # Whoever learns from this model next must find it whole.
+            rendezvous.meet(self.run.root, self.member, f"{spec.name}-done", self.cluster.timeout_s)
         return ended.stopped
 
     def _ingredients(
@@ -385,7 +374,14 @@ class _Session:
 
         return started
 
-    def _finish(self, job: Job, ended: Ended, ingredients: Ingredients, bench: Bench) -> None:
+    def _finish(
+        self,
+        job: Job,
+        ended: Ended,
+        ingredients: Ingredients,
+        bench: Bench,
+        start: Start | None,
+    ) -> None:
         """Writes the model, then its record, then forgets the states."""
         spec = job.spec
         params = gather(ended.state.params, self.placement)
@@ -400,7 +396,7 @@ class _Session:
             source=Source(format="training", name=spec.name),
             tokenizer=self.text.tokenizer,
             draft_ids=job.draft_ids,
-            training_cost=cost,
+            training_cost=cost.after(start.card.training_cost) if start else cost,
             config=self.config,
             seed=spec.seed,
         )
@@ -436,7 +432,7 @@ def _hparams(spec: ModelSpec) -> dict[str, bool | int | float | str]:
         "draft_vocab": shape.head_vocab or shape.vocab_size,
         "layer_params": shape.num_layers * shape.layer_params(),
         "steps": spec.steps,
-        "init": spec.init,
+        "init": spec.start or spec.init,
         "learning_rate": spec.optimizer.schedule.peak,
     }
 

@@ -7,7 +7,7 @@ RUN_DIR/training/<name>/states/        states of the unfinished training
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -189,6 +189,33 @@ def require_teachable(spec: ModelSpec, target: Target, tokenizer_hash: str) -> N
 # ------------------------------------------------------------------------------- how it begins
 
 
+def in_order(run: RunDir, models: Sequence[ModelSpec], target: str) -> list[ModelSpec]:
+    """The target first, the others as they are listed.
+
+    Raises:
+      UserError: two have one name, the target would learn from itself, or a model would go on from what is
+        not there by then.
+    """
+    names = [spec.name for spec in models]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"train.models has two models named {repeated[0]!r}; rename one")
+    for spec in models:
+        if spec.name == target and spec.needs_target:
+            raise UserError(
+                f"{target!r} is the target and cannot learn from itself: give it cross-entropy and random "
+                "weights, or set train.target to the model that teaches"
+            )
+    ordered = sorted(models, key=lambda spec: spec.name != target)
+    for index, spec in enumerate(ordered):
+        if spec.start in names and spec.start not in (one.name for one in ordered[:index]):
+            raise UserError(
+                f"{spec.name!r} goes on from {spec.start!r}, which is trained after it: the target comes "
+                "first, the others as train.models lists them"
+            )
+        require_start(run, spec, ordered[:index])
+    return ordered
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """A finished model that a training goes on from."""
@@ -205,27 +232,42 @@ class Start:
         return jax.tree.map(np.asarray, read_params_of(self.folder, self.card, "float32"))
 
 
-def find_start(run: RunDir, spec: ModelSpec, tokenizer_hash: str) -> Start | None:
-    """What `spec` goes on from, None if it begins anew.
+def require_start(run: RunDir, spec: ModelSpec, others: Iterable[ModelSpec] = ()) -> None:
+    """Refuses what cannot be gone on from, before anything is trained.
 
     Raises:
-      UserError: it is not there, or is no model of this shape and on these tokens.
+      UserError: it is neither there nor one of the `others`, or has another shape.
     """
     if not spec.start:
-        return None
+        return
     folder = run.model(spec.start)
-    if not (folder / CARD).exists():
+    shapes = {other.name: other.shape for other in others}
+    if (folder / CARD).exists():
+        shapes[spec.start] = read_card(folder).shape
+    if spec.start not in shapes:
         raise UserError(
             f"{spec.name} goes on from {folder}, which does not exist: list {spec.start!r} before "
             f"{spec.name!r} in train.models, import it, or set another ModelSpec.start"
         )
-    card = read_card(folder)
-    ours, theirs = artifacts.to_json(spec.shape), artifacts.to_json(card.shape)
+    ours, theirs = artifacts.to_json(spec.shape), artifacts.to_json(shapes[spec.start])
     if differences := "; ".join(_differences(theirs, ours)):
         raise UserError(
             f"{spec.name} goes on from {spec.start!r}, which has another shape: {differences}. Set "
             f"{spec.name}'s shape to it"
         )
+
+
+def find_start(run: RunDir, spec: ModelSpec, tokenizer_hash: str) -> Start | None:
+    """What `spec` goes on from, None if it begins anew.
+
+    Raises:
+      UserError: as `require_start`, or it is no model of these tokens.
+    """
+    if not spec.start:
+        return None
+    require_start(run, spec)
+    folder = run.model(spec.start)
+    card = read_card(folder)
     if (theirs := card.lineage.tokenizer_hash) not in (None, tokenizer_hash):
         raise UserError(
             f"{spec.name} goes on from {spec.start!r}, which has the tokenizer {theirs[:12]}; the data has "

@@ -11,6 +11,7 @@ from typing import Literal
 
 from drafters.shapes import TransformerShape
 from pipeline.objectives import Objective
+from serving.pair import model_of
 
 
 def _require(condition: bool, message: str) -> None:
@@ -126,7 +127,8 @@ class ModelSpec:
 
     Attributes:
       name: its folder under RUN_DIR/models.
-      shape: its transformer; with `head_vocab` it proposes only that many most frequent tokens.
+      shape: its transformer; with `head_vocab` it proposes only that many most frequent tokens (or those of
+        `start`).
       steps: length of the training.
       objective: what is minimised. Anything but cross-entropy compares with the target.
       init: "random", or "target": embedding, head, norm and `layers` are copied from the target, or "model":
@@ -158,6 +160,10 @@ class ModelSpec:
     seed: int = 0
 
     def __post_init__(self):
+        _require(
+            model_of(self.name) == self.name != "",
+            f"ModelSpec.name = {self.name!r} means a lookup where drafters are named: choose another",
+        )
         _require(self.steps > 0, f"ModelSpec.steps must be positive, not {self.steps}")
         self._require_consistent_start()
         _require(

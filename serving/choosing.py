@@ -30,8 +30,8 @@ def choice_of(run_dir: str, target: str, configured: Choice | None, k: int | Non
         k = configured.k if configured.drafter else 0
     if k and not configured.drafter:
         raise UserError(
-            f"--k={k} needs a drafter, and none was chosen: bind Choice.drafter to a model, to 'ngram', "
-            "or decode plainly with --k=0"
+            f"--k={k} needs a drafter, and none was chosen: bind Choice.drafter to a model, to 'ngram' "
+            "or to 'MODEL+ngram', or decode plainly with --k=0"
         )
     return Choice(
         drafter=configured.drafter if k else "",

@@ -68,7 +68,13 @@ class Pair:
 
 
 def model_of(drafter: str) -> str:
-    """The model that a drafter's name means: "two" of "two+ngram"; "" of a lookup, and of none."""
+    """The model that a drafter's name means: "two" of "two+ngram"; "" of a lookup, and of none.
+
+    Raises:
+      UserError: there is only half a name.
+    """
+    if drafter == _LOOKUP_FIRST:
+        raise UserError(f"{drafter!r} names no model: MODEL{drafter}, or {NGRAM} for lookups alone")
     return "" if drafter == NGRAM else drafter.removesuffix(_LOOKUP_FIRST)
 
 

@@ -20,6 +20,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from drafters.compilation import keep_programs
+from drafters.drafter import Drafter
+from drafters.lookup_first import model_in
 from drafters.mesh import Topology
 from pipeline.core import config
 from pipeline.core.errors import UserError, end_with
@@ -126,13 +128,19 @@ def describe(pair: Pair, topology: Topology) -> str:
         where = "the first chip leads" if engine.leader else "with the target"
         if engine.drafter_placement is not None and not engine.leader:
             where = f"{engine.drafter_placement.chips_per_copy} chips per copy"
-        shape = getattr(engine.drafter, "shape", None)
-        size = f"{shape.num_params() / 1e6:,.1f} M parameters" if shape else "no parameters"
         lines.append(
-            f"drafter   {type(engine.drafter).__name__.lower()}, {size}; K = {engine.k}, "
-            f"{engine.rule} rule, {where}"
+            f"drafter   {_kind(engine.drafter)}; K = {engine.k}, {engine.rule} rule, {where}"
         )
     return "\n".join([*lines, *(f"note      {note}" for note in pair.notes)])
+
+
+def _kind(drafter: Drafter) -> str:
+    """A drafter in words."""
+    model = model_in(drafter)
+    if model is None:
+        return f"{type(drafter).__name__.lower()}, no parameters"
+    behind = "" if drafter is model else " behind a lookup"
+    return f"autoregressive{behind}, {model.shape.num_params() / 1e6:,.1f} M parameters"
 
 
 def _prompt(

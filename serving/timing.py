@@ -19,7 +19,7 @@ from jax import Array
 from drafters import kv_cache
 from drafters.autoregressive import AutoregressiveState
 from drafters.kv_cache import KVCache
-from drafters.lookup_first import LookupFirstState
+from drafters.lookup_first import LookupFirst
 from drafters.ngram import Ngram, NgramState
 from serving import prefill, speculation
 from serving.leader import alone
@@ -111,7 +111,7 @@ def scoring(pair: Served, setting: Setting, tokens: int) -> Part:
 
 def proposing(pair: Served, setting: Setting) -> Part:
     """Drafting K tokens per row behind the same text, where the pair drafts."""
-    engine = pair.engine
+    engine = _always_drafting(pair.engine)
     requests, state = started(engine, setting, setting.holding(engine.slack))
     shared = (pair.weights.drafter, requests, state.progress.length)
     return repeated(functools.partial(_propose_again, engine), shared, state.private)
@@ -119,7 +119,7 @@ def proposing(pair: Served, setting: Setting) -> Part:
 
 def playing(pair: Served, setting: Setting) -> Part:
     """Whole rounds, each with drafts, as many in one call as the capacity has room for."""
-    engine = _never_passing(pair.engine)
+    engine = _always_drafting(pair.engine)
     capacity = setting.holding(engine.slack)
     most = (capacity - setting.context - engine.slack) // (engine.k + 1)
     requests, state = started(engine, setting, capacity)
@@ -127,11 +127,14 @@ def playing(pair: Served, setting: Setting) -> Part:
     return repeated(work, (pair.weights, requests), state, most)
 
 
-def _never_passing(engine: Engine) -> Engine:
-    """With a lookup that always finds something: a round in which it does not is a decode step."""
-    if not isinstance(engine.drafter, Ngram):
-        return engine
-    return dataclasses.replace(engine, drafter=dataclasses.replace(engine.drafter, shortest=0))
+def _always_drafting(engine: Engine) -> Engine:
+    """With K drafts that are worked for: a lookup finds something, a model behind one is asked."""
+    drafter = engine.drafter
+    if isinstance(drafter, Ngram):
+        drafter = dataclasses.replace(drafter, shortest=0)
+    if isinstance(drafter, LookupFirst):
+        drafter = drafter.model
+    return dataclasses.replace(engine, drafter=drafter)
 
 
 def _propose_again(
@@ -218,19 +221,16 @@ def _at_length(state: State, length: int) -> State:
     def behind(cache: KVCache) -> KVCache:
         return cache.with_length(filled(cache.length))
 
-    def drafting(drafter: Any) -> Any:
-        if isinstance(drafter, LookupFirstState):
-            return LookupFirstState(drafting(drafter.lookup), drafting(drafter.model))
-        if isinstance(drafter, AutoregressiveState):
-            cache, committed = behind(drafter.cache), filled(drafter.committed)
-            return dataclasses.replace(drafter, cache=cache, committed=committed)
-        if isinstance(drafter, NgramState):
-            return dataclasses.replace(drafter, length=filled(drafter.length))
-        return drafter
-
     progress = dataclasses.replace(state.progress, length=filled(state.progress.length))
+    drafter = state.private.drafter
+    if isinstance(drafter, AutoregressiveState):
+        drafter = dataclasses.replace(
+            drafter, cache=behind(drafter.cache), committed=filled(drafter.committed)
+        )
+    if isinstance(drafter, NgramState):
+        drafter = dataclasses.replace(drafter, length=filled(drafter.length))
     return State(
         scored=dataclasses.replace(state.scored, progress=progress),
         target=behind(state.target),
-        private=dataclasses.replace(state.private, drafter=drafting(state.private.drafter)),
+        private=dataclasses.replace(state.private, drafter=drafter),
     )

@@ -19,14 +19,16 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from drafters.compilation import keep_programs
+from drafters.lookup_first import LookupFirst
 from pipeline.core import config
 from pipeline.core.errors import UserError, end_with
 from serving import lossless, sps
 from serving.decode import Prompt, fit
 from serving.lossless import GREEDY, WARPS, Line
 from serving.pair import Pair
+from serving.sampling import SamplingParams
 
-# The first repeat themselves, so that lookup drafters have something to say.
+# The first repeat themselves, so that lookup drafters have something to say; the last do not.
 TEXTS = (
     "one two three, one two three, one two",
     "x = 1; y = 1; x = 1; y =",
@@ -74,9 +76,16 @@ def _lines(pair: Pair, texts: Sequence[Prompt], samples: int) -> Iterator[Line]:
         yield lossless.greedy(served, name, filled, expected)
         for i, warp in enumerate(WARPS if name == "configured" else ADVERSE_WARPS):
             prefix = texts[i % len(texts) if name == "configured" else 0].tokens
-            yield from lossless.laws(
-                served, name, warp, lossless.sample(served, warp, prefix, samples)
-            )
+            yield from _laws(served, name, warp, prefix, samples)
+            if isinstance(served.engine.drafter, LookupFirst):
+                new = texts[~i % len(texts)].tokens  # nothing to copy: the model's turn
+                yield from _laws(served, "its model", warp, new, samples)
+
+
+def _laws(
+    pair: Pair, name: str, warp: SamplingParams, prefix: Sequence[int], samples: int
+) -> Iterator[Line]:
+    return lossless.laws(pair, name, warp, lossless.sample(pair, warp, prefix, samples))
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -46,7 +46,7 @@ def pack(model: epath.Path, target: epath.Path, file: epath.Path) -> int:
     ):
         raise UserError(
             f"{model} does not share the embedding of {target}: train it with an untied head, init = "
-            "'target' and frozen = ('embedding',)"
+            "'target' and frozen = ('embedding',), or from such a model"
         )
     tensors = {".".join(path): leaf.astype(DTYPES["bfloat16"]) for path, leaf in leaves.items()}
     ids = read_draft_ids(model, card)

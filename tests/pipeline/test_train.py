@@ -280,6 +280,7 @@ def begun(trained):
         shape=card.shape,
         params=read_params_of(wide, card),
         source=card.source,
+        training_cost=card.training_cost,
         tokenizer=SyntheticText.tokenizer,
         draft_ids=np.arange(1, 101, dtype=np.int32),
     )
@@ -301,12 +302,19 @@ def test_a_training_goes_on_from_a_finished_model(trained, begun, capfd):
     moved = np.abs(np.asarray(before["head"]) - np.asarray(after["head"]))
     assert 0 < moved.max() < 1.1e-5  # Adam's first step is as long as the rate
     record = artifacts.read(Bench(trained, "more").record, TrainingRecord)
+    own, before = record.tokens, read_card(begun).training_cost.tokens
+    assert 0 < before < card.training_cost.tokens == own + before
     assert record.ingredients.start_hash == read_card(begun).weights_hash
 
 
 def test_what_a_training_goes_on_from_must_be_there_and_fit(trained, begun):
     with pytest.raises(UserError, match=r"goes on from .*models/none, which does not exist: list"):
-        run(trained.root, TARGET, _continued(start="none"))
+        run(trained.root, TARGET, _continued(start="none"), dry_run=True)
+    with pytest.raises(UserError, match="'more' goes on from 'wide', which is trained after it"):
+        run(trained.root, TARGET, _continued(start="wide"), DRAFTER, dry_run=True)
+    pretrained = dataclasses.replace(TARGET, init="model", start="wide")
+    with pytest.raises(UserError, match="'target' goes on from 'wide', which is trained after it"):
+        run(trained.root, DRAFTER, pretrained, dry_run=True)
     deeper = _continued(shape=dataclasses.replace(TRIMMED, num_layers=2))
     with pytest.raises(UserError, match="another shape: num_layers was 1, now 2"):
         run(trained.root, TARGET, deeper)
@@ -323,6 +331,7 @@ def test_what_a_training_goes_on_from_must_be_there_and_fit(trained, begun):
     [
         ({"start": ""}, "start = '' of 'more' does not fit init = 'model'"),
         ({"init": "random"}, "start = 'begun' of 'more' does not fit init = 'random'"),
+        ({"name": "more+ngram"}, "name = 'more\\+ngram' means a lookup"),
         ({"start": "more"}, "start of 'more' is the model itself"),
         ({"layers": (0,)}, r"layers = \(0,\) of 'more' must name 0 layers"),
     ],

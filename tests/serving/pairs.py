@@ -140,8 +140,8 @@ def kinds():
         "trimmed": (Autoregressive(TRIMMED), drafter_params(trimmed=True)),
         "itself": (Autoregressive(TARGET), DrafterParams(target_params(), None)),
         "ngram": (Ngram(NUM_TOKENS, shortest=1), None),
-        "both": (_both(Autoregressive(TARGET, pending=9)), drafter_params()),
-        "both-trimmed": (_both(Autoregressive(TRIMMED, pending=9)), drafter_params(trimmed=True)),
+        "both": (_both(Autoregressive(TARGET)), drafter_params()),
+        "both-trimmed": (_both(Autoregressive(TRIMMED)), drafter_params(trimmed=True)),
         "uniform": (Blind(NUM_TOKENS), jnp.zeros(NUM_TOKENS)),
         "one-hot": (Blind(NUM_TOKENS), 100.0 * jnp.eye(NUM_TOKENS)[3]),
     }
@@ -150,7 +150,7 @@ def kinds():
 def pair(drafter=None, k=0, rule="token", **engine):
     """A pair on one device; `drafter` is one of `kinds`."""
     drafter, drafter_weights = kinds()[drafter] if drafter else (None, None)
-    return Pair(
+    made = Pair(
         engine=Engine(
             shape=TARGET,
             num_tokens=NUM_TOKENS,
@@ -164,6 +164,7 @@ def pair(drafter=None, k=0, rule="token", **engine):
         tokenizer=TOKENIZER,
         context=CONTEXT,
     )
+    return made.drafting(k, rule)
 
 
 def counting(k=8, rule="block"):

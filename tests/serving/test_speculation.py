@@ -280,6 +280,16 @@ def drafts_of(served, *texts):
     return speculation.draft(served.engine, served.weights.drafter, requests, private, length)
 
 
+def _recording(chosen):
+    """Greedy choices that write down which drafts were asked for."""
+
+    def choose(memory, step, logits):
+        jax.debug.callback(lambda step: chosen.append(int(step)), step)
+        return memory, jnp.argmax(logits, axis=0), jax.nn.softmax(logits, axis=0).T
+
+    return choose
+
+
 REPEATS, NEW = (7, 8, 9, 10, 11, 7, 8), (3, 9, 4, 1, 12, 0, 5)
 
 
@@ -298,13 +308,9 @@ def test_what_repeats_itself_is_copied_and_the_rest_drafted():
 @pytest.mark.parametrize(("texts", "steps"), [((REPEATS,), [0]), ((REPEATS, NEW), [0, 1, 2])])
 def test_where_all_rows_copy_the_model_drafts_nothing(texts, steps):
     served, chosen = pair("both", 3), []
-
-    def choose(memory, step, logits):
-        jax.debug.callback(lambda step: chosen.append(int(step)), step)
-        return memory, jnp.argmax(logits, axis=0), jax.nn.softmax(logits, axis=0).T
-
     private = begun(served, texts)[1]
-    served.engine.drafter.propose(served.weights.drafter, private.drafter, choose, None, 3)
+    drafter, choose = served.engine.drafter, _recording(chosen)
+    drafter.propose(served.weights.drafter, private.drafter, choose, None, 3)
     jax.effects_barrier()
     assert chosen == steps
 
@@ -319,13 +325,30 @@ def test_only_what_the_model_can_say_is_copied():
         assert proposal.tokens[0, : len(copied)].tolist() == copied
 
 
-def test_a_block_must_fit_what_the_model_takes_in():
+def test_a_block_must_be_what_the_model_takes_in():
     served = pair("both", 9)
-    with pytest.raises(ValueError, match="10 tokens does not fit the model's pending = 9"):
-        serve(served, ask_all(PROMPTS, ENDLESS))
-    assert served.drafting(9, "token").engine.drafter.model.pending == 10
+    assert served.engine.drafter.model.pending == 10
+    engine = dataclasses.replace(served.engine, k=3)
+    with pytest.raises(ValueError, match="a block of 4 tokens is not the model's pending = 10"):
+        serve(dataclasses.replace(served, engine=engine), ask_all(PROMPTS, ENDLESS))
     plain = pair("autoregressive", 3).drafting(2, "block").engine
     assert (plain.k, plain.rule, plain.drafter.pending) == (2, "block", 2)
+
+
+def test_a_row_that_is_done_asks_for_no_drafts():
+    """Only the row that copies goes on: the model drafts nothing for the other."""
+    served = pair("both", 3)
+    private = begun(served, (REPEATS, NEW))[1]
+    drafter, chosen = served.engine.drafter, []
+    for done, steps in ((None, [0, 1, 2]), (jnp.array([1, 0]), [0])):
+        state = private.drafter
+        if done is not None:  # the first commits 9, which it has seen behind 7, 8
+            block = jnp.array([[9, 0, 0, 0], [0, 0, 0, 0]])
+            state = drafter.commit(state, block, done)
+        chosen.clear()
+        drafter.propose(served.weights.drafter, state, _recording(chosen), None, 3)
+        jax.effects_barrier()
+        assert chosen == steps
 
 
 @pytest.mark.parametrize(

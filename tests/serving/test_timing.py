@@ -50,15 +50,14 @@ def test_every_call_plays_the_same_rounds_in_one_program(drafter):
     assert np.asarray(part.run(part.most))[0] <= 128 - pair.engine.slack
 
 
-def test_a_model_behind_a_lookup_begins_where_both_have_read_the_text():
+def test_a_model_behind_a_lookup_is_timed_drafting():
+    """Blank text repeats itself: it would be copied."""
     pair = random_pair(HOST_1, SHAPE, SMALL, Choice(drafter="d", k=2))
     drafter = LookupFirst(Ngram(SHAPE.vocab_size), pair.engine.drafter).for_drafts(2)
-    pair = pair._replace(engine=dataclasses.replace(pair.engine, drafter=drafter))
-    state = timing.started(pair.engine, SETTING, 128)[1].private.drafter
-    assert state.lookup.length.tolist() == state.model.committed.tolist() == [20]
-    assert state.model.cache.length.tolist() == [20]
-    part = timing.playing(pair, SETTING)
-    np.testing.assert_array_equal(*(np.asarray(part.run(3)) for _ in range(2)))
+    behind = pair._replace(engine=dataclasses.replace(pair.engine, drafter=drafter))
+    for part in (timing.playing, timing.proposing):
+        alone, both = (np.asarray(part(one, SETTING).run(3)) for one in (pair, behind))
+        np.testing.assert_array_equal(alone, both)
 
 
 def test_rounds_of_a_lookup_are_timed_with_drafts():
