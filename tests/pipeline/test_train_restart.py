@@ -104,6 +104,7 @@ def test_one_process_killed_and_stopped_at_arbitrary_steps(tmp_path):
 def test_two_processes_with_four_devices_each(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert [finish(process)[0] for process in start_two(whole)] == [0, 0]
+    assert (whole / "models" / "next").exists()
 
     # One of them is asked to stop; both save and end at the same step.
     pair = start_two(broken)

@@ -3,6 +3,7 @@
 With DRAFTMESH_PROCESSES set it is one of several, with 4 host devices each.
 """
 
+import dataclasses
 import os
 import sys
 
@@ -32,13 +33,16 @@ SHAPE = TransformerShape(
 )
 
 
+TARGET = ModelSpec(name="target", shape=SHAPE, steps=STEPS, batch=Batch(rows=8, length=16))
+# Begins with what the process that leads has just written.
+NEXT = dataclasses.replace(TARGET, name="next", steps=2, init="model", start="target")
+
+
 def main() -> None:
     several = PROCESSES > 1
     train(
         run_dir=sys.argv[1],
-        models=(
-            ModelSpec(name="target", shape=SHAPE, steps=STEPS, batch=Batch(rows=8, length=16)),
-        ),
+        models=(TARGET, NEXT) if several else (TARGET,),
         text=SyntheticText(pause_s=0.05),
         topology=Topology(
             name="test",
