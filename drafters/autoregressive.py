@@ -103,19 +103,9 @@ class Autoregressive:
         choose: Choose,
         memory: Memory,
         k: int,
+        wanted: int | jax.Array | None = None,
     ) -> tuple[Proposal, AutoregressiveState]:
-        return self.draft(params, state, choose, memory, k, k)
-
-    def draft(
-        self,
-        params: DrafterParams,
-        state: AutoregressiveState,
-        choose: Choose,
-        memory: Memory,
-        k: int,
-        wanted: int | jax.Array,
-    ) -> tuple[Proposal, AutoregressiveState]:
-        """`propose`, but only the first `wanted` (i32[], 1..K) of the drafts are made."""
+        """See `Drafter`; only the first `wanted` (i32[], 1..K) of the drafts are made, by default all."""
         model = with_params(self.shape, params.weights)
 
         def pick(memory: Memory, step: Any, x: jax.Array) -> tuple[Memory, jax.Array, jax.Array]:
@@ -133,7 +123,9 @@ class Autoregressive:
         tokens = jnp.zeros((token.shape[0], k), token.dtype).at[:, 0].set(token)
         probs = jnp.zeros((one.shape[0], k, one.shape[1]), one.dtype).at[:, 0].set(one)
         carry = (memory, token, cache, tokens, probs)
-        _, _, cache, tokens, probs = jax.lax.fori_loop(1, wanted, draft, carry)
+        _, _, cache, tokens, probs = jax.lax.fori_loop(
+            1, k if wanted is None else wanted, draft, carry
+        )
         proposal = Proposal(tokens, probs, jnp.full_like(token, k))
         return proposal, dataclasses.replace(state, cache=cache)
 

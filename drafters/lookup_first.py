@@ -119,7 +119,7 @@ class LookupFirst:
         tokens, index, count = self.copies(params.ids, state.lookup, k)
         copied = count > 0
         wanted = jnp.where(jnp.all(copied | state.done), 1, k)
-        drafted, model = self.model.draft(params, state.model, choose, memory, k, wanted)
+        drafted, model = self.model.propose(params, state.model, choose, memory, k, wanted)
         certain = jax.nn.one_hot(index, drafted.probs.shape[-1], dtype=drafted.probs.dtype)
         proposal = Proposal(
             tokens=jnp.where(copied[:, None], tokens, drafted.tokens),

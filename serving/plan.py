@@ -95,7 +95,7 @@ class Choice:
 
     Attributes:
       drafter: a model of the run directory, a path to a model directory, "ngram" (drafts are looked up in the
-        text so far), either of the former with "+ngram" behind it (looked up where the text repeats itself,
+        text so far), a model with "+ngram" behind its name (looked up where the text repeats itself,
         else the model's), or "" for none.
       k: drafts per round; 0 is plain decoding.
       rule: "token" or "block".
