@@ -33,6 +33,7 @@ def write_model(
     training_cost: TrainingCost | None = None,
     config: str = "",
     seed: int = 0,
+    inputs: Mapping[str, str] | None = None,
 ) -> ModelCard:
     """Writes a model directory: complete or not at all; an existing one is replaced.
 
@@ -44,7 +45,7 @@ def write_model(
       tokenizer: saved along, if there is one.
       draft_ids: sorted ids i32[V'] of a trimmed head.
       training_cost: of a model that was trained here.
-      config, seed: of the training, for the lineage.
+      config, seed, inputs: of the training, for the lineage.
 
     Raises:
       UserError: the tokenizer has more ids than the embedding rows, or the file system refuses.
@@ -64,6 +65,7 @@ def write_model(
                 seed=seed,
                 tokenizer_hash=described.content_hash if described else None,
                 weights_hash={path.name: weights_hash},
+                inputs=inputs,
             ),
             shape=shape,
             dtype=dtype,  # pyright: ignore[reportArgumentType] refused below if it is another

@@ -40,7 +40,7 @@ from pipeline.tasks import TASKS
 from pipeline.trials import Trial
 from pipeline.unseen_shapes import ShapeGrid
 from pipeline.watching import say
-from serving.pair import model_folder, model_of
+from serving.pair import model_folder, model_of, require_names
 from serving.plan import Candidate, Plan, TrainingBill, Workload
 from serving.sampling import SamplingParams
 
@@ -77,6 +77,7 @@ def codesign(
       config: the text of this config, for lineage.
       dry_run: check, print the plan and stop.
     """
+    require_names("codesign.drafters", drafters)
     _require_own_models(published, drafters, confirm)
     run = RunDir.at(run_dir)
     if dry_run:

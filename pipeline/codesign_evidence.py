@@ -106,8 +106,6 @@ def _shapes(run: RunDir, profile: Profile, names: Iterable[str]) -> dict[str, Tr
 
 def _of_drafters(run: RunDir, acceptance: Acceptance, drafters: tuple[str, ...]) -> Acceptance:
     known = sorted({result.drafter for result in acceptance.results})
-    if repeated := [name for name in drafters if drafters.count(name) > 1]:
-        raise UserError(f"codesign.drafters names {repeated[0]!r} twice; remove one")
     if missing := [name for name in drafters if name not in known]:
         raise UserError(
             f"{run.acceptance} has no results of the drafter {missing[0]!r}, only of {known}: run "

@@ -28,7 +28,7 @@ from pipeline.subjects import weights_hashes
 from pipeline.tasks import TASKS
 from pipeline.trials import Trial
 from pipeline.watching import say
-from serving.pair import model_folder, model_of
+from serving.pair import model_folder, model_of, require_names
 from serving.sampling import SamplingParams
 
 # Accepted drafts so far from what their overlaps promise are no chance.
@@ -140,14 +140,13 @@ def _check(
         raise UserError(
             f"evaluate.k = {k}, block_ks = {block_ks} and batch_size = {batch_size} must be at least 1"
         )
-    for what, names in (
-        ("drafters", drafters),
-        ("tasks", [trial.label for trial in tasks]),
-    ):
+    require_names("evaluate.drafters", drafters)
+    labels = [trial.label for trial in tasks]
+    for what, names in (("drafters", drafters), ("tasks", labels)):
         if not names:
             raise UserError(f"evaluate.{what} is empty: name at least one")
-        if repeated := [name for name in names if list(names).count(name) > 1]:
-            raise UserError(f"evaluate.{what} names {repeated[0]!r} twice; remove one")
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise UserError(f"evaluate.tasks names {repeated[0]!r} twice; remove one")
     for trial in tasks:
         shortest = max(k, *block_ks, 1) + 2
         if trial.sampling.max_tokens < shortest:

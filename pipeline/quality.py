@@ -32,7 +32,7 @@ def rouge2(trial: Trial, prompts: Sequence[Prompt], answers: Texts) -> np.ndarra
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise Absent(
-            "ROUGE-2 needs the package rouge-score; install it with: pip install rouge-score"
+            "ROUGE-2 needs the package rouge-score; install it with: pip install -e .[tasks]"
         ) from None
     if any(not prompt.reference for prompt in prompts):
         raise UserError(

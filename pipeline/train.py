@@ -399,6 +399,7 @@ class _Session:
             training_cost=cost.after(start.card.training_cost) if start else cost,
             config=self.config,
             seed=spec.seed,
+            inputs=ingredients.inputs,
         )
         record = self._record(
             ingredients,

@@ -7,6 +7,7 @@ RUN_DIR/training/<name>/states/        states of the unfinished training
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -26,6 +27,8 @@ from pipeline.training_settings import ModelSpec
 
 _RECORD = "training.json"
 
+_SHA256 = re.compile("[0-9a-f]{64}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ingredients:
@@ -44,6 +47,12 @@ class Ingredients:
     tokenizer_hash: str
     target_hash: str = ""
     start_hash: str = ""
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Of texts and models, by name: their hashes, for a lineage."""
+        named = {**self.data, "target": self.target_hash, "start": self.start_hash}
+        return {name: value for name, value in named.items() if _SHA256.fullmatch(value)}
 
 
 @dataclass(frozen=True, kw_only=True)

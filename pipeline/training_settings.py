@@ -187,8 +187,8 @@ class ModelSpec:
         copied = depth if self.init == "target" else 0
         _require(
             len(self.layers) == copied,
-            f"ModelSpec.layers = {self.layers} of {name!r} must name {copied} layers: one of the target for "
-            f"each of its own {depth} with init = 'target', none otherwise",
+            f"ModelSpec.layers = {self.layers} of {name!r} does not fit init = {self.init!r}: "
+            + (f"name one of the target for each of its own {depth}" if copied else "remove it"),
         )
         _require(
             bool(self.start) == (self.init == "model"),

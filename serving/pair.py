@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -71,11 +72,29 @@ def model_of(drafter: str) -> str:
     """The model that a drafter's name means: "two" of "two+ngram"; "" of a lookup, and of none.
 
     Raises:
-      UserError: there is only half a name.
+      UserError: it is no drafter's name; a model with a plus in its own can be given as a path.
     """
-    if drafter == _LOOKUP_FIRST:
-        raise UserError(f"{drafter!r} names no model: MODEL{drafter}, or {NGRAM} for lookups alone")
-    return "" if drafter == NGRAM else drafter.removesuffix(_LOOKUP_FIRST)
+    model = "" if drafter == NGRAM else drafter.removesuffix(_LOOKUP_FIRST)
+    half = drafter == _LOOKUP_FIRST or model == NGRAM
+    if half or ("+" in model and "/" not in model):
+        raise UserError(
+            f"{drafter!r} names no drafter: that is MODEL, {NGRAM!r}, or 'MODEL{_LOOKUP_FIRST}'"
+        )
+    return model
+
+
+def require_names(setting: str, drafters: Sequence[str]) -> None:
+    """Refuses names in a list of drafters that are no drafter's, or are there twice.
+
+    Raises:
+      UserError: naming the `setting` that the list is of.
+    """
+    for drafter in drafters:
+        if not drafter:
+            raise UserError(f"{setting} names no drafter with ''; remove it")
+        if list(drafters).count(drafter) > 1:
+            raise UserError(f"{setting} names {drafter!r} twice; remove one")
+        model_of(drafter)
 
 
 def parts_of(drafter: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from etils import epath
 from drafters.model_card import read_card, read_tokenizer
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import explain_os_errors
+from tools.bench_arguments import count, counts
 from tools.bench_arms import Run, Work
 from tools.bench_decode import MODEL
 from tools.bench_worker import Worker, working
@@ -120,20 +121,11 @@ def _best(found: Mapping[str, Timed], arms: str) -> float:
 def _tools(gguf: str) -> list[str]:
     if not gguf:
         return [OURS, "transformers"]
+    if not os.path.isfile(gguf):
+        raise UserError(f"--gguf={gguf} is no file: tools.fetch_smollm2 --gguf=FILE writes one")
     if importlib.util.find_spec("llama_cpp") is None:
         raise UserError("--gguf is for llama.cpp: pip install llama-cpp-python, or leave it out")
     return [OURS, *PEERS]
-
-
-def _count(text: str) -> int:
-    """For argparse: a number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
 
 
 def _text(path: str) -> str:
@@ -152,18 +144,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default=MODEL, help="a model directory")
-    parser.add_argument("--drafter", default="", help="a model directory; none without")
+    parser.add_argument(
+        "--drafter",
+        default="",
+        help="a model directory, run alone and behind a lookup; none without",
+    )
     parser.add_argument("--gguf", default="", help="the same model as a GGUF file")
     parser.add_argument(
-        "--k", type=_counts, default=(4, 7, 10), help="drafts per round, several by commas"
+        "--k", type=counts, default=(4, 7, 10), help="drafts per round, several by commas"
     )
     parser.add_argument("--prompt_file", default="", help="text to continue")
-    parser.add_argument("--tokens", type=_count, default=96)
-    parser.add_argument("--repeats", type=_count, default=5)
+    parser.add_argument("--tokens", type=count, default=96)
+    parser.add_argument("--repeats", type=count, default=5)
     given = parser.parse_args(arguments)
     model = os.path.abspath(given.model)
     text = _text(given.prompt_file) if given.prompt_file else REPETITIVE
+    if not text:
+        raise UserError(f"--prompt_file={given.prompt_file} is empty: give it some text")
     ids = read_tokenizer(epath.Path(model), read_card(model)).encode(text)
+    if given.drafter:
+        read_card(given.drafter)  # what is wrong with it is said before anything is loaded
     work = Work(
         model=model,
         drafter=given.drafter and os.path.abspath(given.drafter),

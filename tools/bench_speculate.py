@@ -18,14 +18,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from drafters.model_card import read_card
 from pipeline.core.errors import UserError
 from pipeline.corpora import PythonCode, PythonProse
 from pipeline.tasks import CorpusPrompts
 from serving import compare, timing
 from serving.decode import Prompt
-from serving.pair import Pair, load
+from serving.pair import Pair, load, model_folder, model_of, require_names
 from serving.plan import Choice
 from serving.sampling import SamplingParams
+from tools.bench_arguments import count, counts
 from tools.bench_decode import ONE, SIXTEEN
 
 WARPS = {
@@ -114,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run_dir", default="runs/quickstart")
     parser.add_argument("--target", default="target")
     parser.add_argument("--drafters", default="wide,mid,deep,ngram")
-    parser.add_argument("--k", default="3,5,7")
+    parser.add_argument("--k", type=counts, default=(3, 5, 7))
     parser.add_argument("--tasks", default="code,prose")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=count, default=3)
+    parser.add_argument("--tokens", type=count, default=96)
     parser.add_argument("--sixteen", action="store_true", help="on 16 host devices")
     parser.add_argument(
         "--led_only",
@@ -130,11 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = given.tasks.split(",")
     if unknown := set(tasks) - set(WARPS):
         raise UserError(f"--tasks {sorted(unknown)}: choose among {sorted(WARPS)}")
+    drafters = given.drafters.split(",")
+    require_names("--drafters", drafters)
+    for model in filter(None, map(model_of, drafters)):
+        read_card(model_folder(given.run_dir, model))  # before minutes are spent on the others
     print(f"{platform.machine()}, {os.cpu_count()} cores, {topology.name}, batch 1", flush=True)
     rows = []
-    counts = [int(k) for k in given.k.split(",")]
-    drafters = given.drafters.split(",")
-    for choice in choices(drafters, counts, topology.num_chips, given.led_only):
+    for choice in choices(drafters, given.k, topology.num_chips, given.led_only):
         pair = load(given.run_dir, topology, given.target, choice)
         for task in tasks:
             prompts = prompts_of(pair, task, given.prompts, given.tokens)

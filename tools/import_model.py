@@ -74,6 +74,11 @@ def describe(card: ModelCard) -> str:
     ]
     if card.tokenizer:
         lines.append(f"tokenizer  {card.tokenizer.content_hash} ({card.tokenizer.kind})")
+    else:
+        lines.append(
+            "tokenizer  none: texts cannot be answered; put tokenizer.json or tokenizer.model beside "
+            "config.json and import it again"
+        )
     return "\n".join(
         [*lines, *(f"{name}  {digest}" for name, digest in card.source.sha256.items())]
     )

@@ -30,6 +30,7 @@ from pipeline.core.run_dir import atomic_write, explain_os_errors, require_repla
 
 _EMBEDDING = ("embedding",)
 _DRAFT_IDS = "draft_ids"
+_STORED = "bfloat16"
 
 
 def pack(model: epath.Path, target: epath.Path, file: epath.Path) -> int:
@@ -48,7 +49,7 @@ def pack(model: epath.Path, target: epath.Path, file: epath.Path) -> int:
             f"{model} does not share the embedding of {target}: train it with an untied head, init = "
             "'target' and frozen = ('embedding',), or from such a model"
         )
-    tensors = {".".join(path): leaf.astype(DTYPES["bfloat16"]) for path, leaf in leaves.items()}
+    tensors = {".".join(path): leaf.astype(DTYPES[_STORED]) for path, leaf in leaves.items()}
     ids = read_draft_ids(model, card)
     if ids is not None:
         tensors[_DRAFT_IDS] = ids
@@ -88,6 +89,7 @@ def unpack(file: epath.Path, target: epath.Path, model: epath.Path) -> ModelCard
         training_cost=packed.training_cost,
         config=packed.lineage.config,
         seed=packed.lineage.seed,
+        inputs=packed.lineage.inputs,
     )
 
 
@@ -138,8 +140,13 @@ def _leaves(file: epath.Path, card: ModelCard, tensors: Mapping[str, np.ndarray]
         odd = sorted(tensors.keys() ^ names.keys())
         raise UserError(f"{file}: tensor {odd[0]} does not fit its {CARD}; fetch it again")
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[names[name]]:
-            raise UserError(f"{file}: tensor {name} has shape {tensor.shape}; fetch it again")
+        if tensor.shape != wanted[names[name]] or tensor.dtype != DTYPES[_STORED]:
+            raise UserError(
+                f"{file}: tensor {name} is {tensor.dtype}{list(tensor.shape)}, not {_STORED}"
+                f"{list(wanted[names[name]])}; fetch it again"
+            )
+        if not np.isfinite(tensor.astype(np.float32)).all():
+            raise UserError(f"{file}: tensor {name} holds what is no number; fetch it again")
         yield names[name], tensor
 
 

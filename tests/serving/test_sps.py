@@ -270,8 +270,9 @@ def test_a_model_is_served_behind_a_lookup(call):
     assert call("--prompt=abcabc", "--gin.Choice.drafter='drafter+ngram'")[:2] == (0, plain)
     _, told, _ = call("--dry_run", "--gin.Choice.drafter='drafter+ngram'")
     assert "autoregressive behind a lookup, 0.0 M parameters; K = 2" in told
-    code, _, err = call("--prompt=abcabc", "--gin.Choice.drafter='+ngram'")
-    assert (code, "names no model: MODEL+ngram" in err) == (2, True)
+    for name in ("+ngram", "ngram+ngram", "ngram+drafter", "drafter+", "drafter+ngram+ngram"):
+        code, _, err = call("--prompt=abcabc", f"--gin.Choice.drafter='{name}'")
+        assert (code, f"'{name}' names no drafter: that is MODEL" in err) == (2, True)
     code, _, err = call("--prompt=abcabc", "--gin.Choice.drafter='nobody+ngram'")
     assert code == 2
     assert "models/nobody/model.json does not exist" in err

@@ -1,5 +1,6 @@
 """The table of the peers benchmark, on arms that need no model."""
 
+import itertools
 from dataclasses import replace
 
 import gguf
@@ -13,7 +14,7 @@ from drafters.formats.tensors import read_params
 from pipeline.core.errors import UserError
 from tests.drafters.samples import gguf_writer, write_gguf
 from tests.tools.test_import_export import SHAPE, saved
-from tools import bench_arms, bench_peers
+from tools import bench_arms, bench_peers, bench_speculate
 from tools.bench_arms import Run, Work
 from tools.bench_peers import Timed
 from tools.bench_worker import Played, working
@@ -90,11 +91,14 @@ def test_a_worker_that_cannot_begin_says_so(tmp_path):
         pass
 
 
-def test_llama_cpp_must_be_there_if_it_is_asked_for(monkeypatch):
+def test_llama_cpp_must_be_there_if_it_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: None)
     assert bench_peers._tools("") == ["draftmesh", "transformers"]
+    (tmp_path / "model.gguf").touch()
     with pytest.raises(UserError, match="pip install llama-cpp-python"):
-        bench_peers._tools("model.gguf")
+        bench_peers._tools(str(tmp_path / "model.gguf"))
+    with pytest.raises(UserError, match=r"none\.gguf is no file"):
+        bench_peers._tools("none.gguf")
 
 
 def test_a_file_for_llama_cpp_is_the_same_model_in_fp32(tmp_path):
@@ -128,12 +132,38 @@ def test_a_drafter_with_a_trimmed_head_is_exported_beside_its_target(tmp_path):
     assert weights["lm_head.weight"] == (SHAPE.vocab_size, SHAPE.width)
 
 
-@pytest.mark.parametrize("wrong", ["--k=x", "--k=", "--k=0,3", "--tokens=0", "--repeats=-1"])
-def test_numbers_that_make_no_sense_are_refused(wrong, capsys):
+@pytest.mark.parametrize(
+    ("benchmark", "wrong"),
+    [
+        *itertools.product((bench_peers, bench_speculate), ("--k=x", "--k=", "--k=0,3")),
+        *itertools.product((bench_peers, bench_speculate), ("--tokens=0",)),
+        (bench_peers, "--repeats=-1"),
+        (bench_speculate, "--prompts=none"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(benchmark, wrong, capsys):
     with pytest.raises(SystemExit) as refused:
-        bench_peers.main([wrong])
+        benchmark.main([wrong])
     assert refused.value.code == 2
     assert "is no whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("drafters", "message"),
+    [("none", "none/model.json does not exist"), ("ngram,ngram+two", "names no drafter")],
+)
+def test_drafters_are_looked_for_before_any_is_measured(tmp_path, drafters, message):
+    with pytest.raises(UserError, match=message):
+        bench_speculate.main([f"--run_dir={tmp_path}", f"--drafters={drafters}"])
+
+
+def test_what_all_tools_are_given_is_looked_at_first(tmp_path):
+    model = saved(tmp_path / "model")
+    (tmp_path / "empty").touch()
+    with pytest.raises(UserError, match=r"--prompt_file=.*empty is empty"):
+        bench_peers.main([f"--model={model}", f"--prompt_file={tmp_path / 'empty'}"])
+    with pytest.raises(UserError, match=r"none/model\.json does not exist"):
+        bench_peers.main([f"--model={model}", f"--drafter={tmp_path / 'none'}"])
 
 
 def test_a_prompt_that_cannot_be_read_is_named(tmp_path):

@@ -10,7 +10,7 @@ import safetensors.numpy
 from safetensors import safe_open
 
 from drafters.formats.tensors import flatten
-from drafters.model_card import Source, read_card, read_draft_ids
+from drafters.model_card import Source, read_card, read_draft_ids, write_card
 from drafters.models import read_params_of, write_model
 from pipeline.core.errors import run_cli
 from tests.tools.test_import_export import BYTES, SHAPE, params_for, saved
@@ -92,6 +92,38 @@ def test_a_file_with_other_ids_than_its_head_is_refused(folders, tmp_path, ids, 
     assert call("unpack", tmp_path / "file", target, tmp_path / "back") == 2
     assert "draft_ids are not 4 increasing ids" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda leaf: leaf.astype(np.float32), "is float32"),
+        (lambda leaf: leaf[:-1], "tensor head is bfloat16"),
+        (lambda leaf: (leaf * np.nan).astype(leaf.dtype), "tensor head holds what is no number"),
+    ],
+)
+def test_damaged_tensors_are_refused(folders, tmp_path, damage, message, capsys):
+    target, drafter = folders
+    call("pack", drafter, target, tmp_path / "file")
+    with safe_open(tmp_path / "file", framework="numpy") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        told = opened.metadata()
+    tensors["head"] = damage(tensors["head"])
+    safetensors.numpy.save_file(tensors, tmp_path / "file", metadata=told)
+    assert call("unpack", tmp_path / "file", target, tmp_path / "back") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_a_drafter_was_made_of_is_kept(folders, tmp_path):
+    target, drafter = folders
+    card = read_card(drafter)
+    made_of = replace(card.lineage, inputs={"generated": "a" * 64}, config="a = 1")
+    write_card(drafter, replace(card, lineage=made_of))
+    call("pack", drafter, target, tmp_path / "file")
+    call("unpack", tmp_path / "file", target, tmp_path / "back")
+    kept = read_card(tmp_path / "back").lineage
+    assert (kept.inputs, kept.config) == (made_of.inputs, "a = 1")
 
 
 def test_the_target_is_not_overwritten(folders, tmp_path, capsys):
