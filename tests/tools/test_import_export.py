@@ -207,6 +207,7 @@ def test_a_model_of_ids_only_has_no_tokenizer(tmp_path):
     model = saved(tmp_path / "model", tokenizer=None)
     with pytest.raises(UserError, match="the model has no tokenizer"):
         read_tokenizer(model, read_card(model))
+    assert "tokenizer  none: texts cannot be answered" in import_model.describe(read_card(model))
 
 
 @pytest.mark.parametrize("content", [b"", b"not numpy", None])
