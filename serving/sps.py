@@ -180,7 +180,8 @@ def _write(pair: Pair, job: Job, answers: Iterator[Answer]) -> int:
             failed += 1
             sys.stderr.write(f"error: prompt {answer.index}: {answer.error}\n")
         elif job.show:
-            sys.stdout.write(show.coloured(answer, pair.tokenizer) + "\n")
+            came = "\n\n" if job.stream else ""  # behind the text as it came
+            sys.stdout.write(came + show.coloured(answer, pair.tokenizer) + "\n")
         else:
             sys.stdout.write("\n" if job.stream else answer.text + "\n")
     return (2 if len(job.lines) == 1 else 1) if failed else 0

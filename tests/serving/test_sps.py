@@ -121,6 +121,7 @@ def test_a_prompt_is_answered_alike_from_every_source(call, monkeypatch, tmp_pat
     assert code == 0
     assert "\033[" in shown
     assert shown.splitlines()[-1].endswith("without drafts")
+    assert call("--prompt=abcabc", "--show", "--stream")[1] == text + "\n" + shown
     # Greedy text is the target's, drafted or not.
     assert call("--prompt=abcabc", "--k=0")[:2] == (0, text)
     code, stopped, _ = call("--prompt=abcabc", f"--stop={text[2:4]}", "--stop=never")
