@@ -140,11 +140,11 @@ def _check(
         raise UserError(
             f"evaluate.k = {k}, block_ks = {block_ks} and batch_size = {batch_size} must be at least 1"
         )
-    require_names("evaluate.drafters", drafters)
-    labels = [trial.label for trial in tasks]
-    for what, names in (("drafters", drafters), ("tasks", labels)):
+    for what, names in (("drafters", drafters), ("tasks", tasks)):
         if not names:
             raise UserError(f"evaluate.{what} is empty: name at least one")
+    require_names("evaluate.drafters", drafters)
+    labels = [trial.label for trial in tasks]
     if repeated := [label for label in labels if labels.count(label) > 1]:
         raise UserError(f"evaluate.tasks names {repeated[0]!r} twice; remove one")
     for trial in tasks:

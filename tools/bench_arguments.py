@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 
-def count(text: str) -> int:
+def positive(text: str) -> int:
     """For argparse: a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
 
 
-def counts(text: str) -> list[int]:
+def positives(text: str) -> list[int]:
     """For argparse: numbers by commas."""
-    return [count(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]

@@ -28,6 +28,7 @@ from serving.decode import Prompt, decode
 from serving.pair import Pair, load_target
 from serving.sampling import SamplingParams
 from serving.speculation import Engine, everywhere
+from tools.bench_arguments import positive
 from tools.bench_arms import ONE, ours, peak_bytes, reader, theirs
 
 MODEL = "runs/smollm2/models/smollm2_135m"
@@ -214,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench decode", description=__doc__)
     parser.add_argument("--model", default=MODEL, help="a model directory")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=positive, default=64)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--one_token", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--sixteen", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

@@ -27,7 +27,7 @@ from etils import epath
 from drafters.model_card import read_card, read_tokenizer
 from pipeline.core.errors import UserError
 from pipeline.core.run_dir import explain_os_errors
-from tools.bench_arguments import count, counts
+from tools.bench_arguments import positive, positives
 from tools.bench_arms import Run, Work
 from tools.bench_decode import MODEL
 from tools.bench_worker import Worker, working
@@ -151,11 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gguf", default="", help="the same model as a GGUF file")
     parser.add_argument(
-        "--k", type=counts, default=(4, 7, 10), help="drafts per round, several by commas"
+        "--k", type=positives, default=(4, 7, 10), help="drafts per round, several by commas"
     )
     parser.add_argument("--prompt_file", default="", help="text to continue")
-    parser.add_argument("--tokens", type=count, default=96)
-    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--tokens", type=positive, default=96)
+    parser.add_argument("--repeats", type=positive, default=5)
     given = parser.parse_args(arguments)
     model = os.path.abspath(given.model)
     text = _text(given.prompt_file) if given.prompt_file else REPETITIVE

@@ -27,7 +27,7 @@ from serving.decode import Prompt
 from serving.pair import Pair, load, model_folder, model_of, require_names
 from serving.plan import Choice
 from serving.sampling import SamplingParams
-from tools.bench_arguments import count, counts
+from tools.bench_arguments import positive, positives
 from tools.bench_decode import ONE, SIXTEEN
 
 WARPS = {
@@ -116,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run_dir", default="runs/quickstart")
     parser.add_argument("--target", default="target")
     parser.add_argument("--drafters", default="wide,mid,deep,ngram")
-    parser.add_argument("--k", type=counts, default=(3, 5, 7))
+    parser.add_argument("--k", type=positives, default=(3, 5, 7))
     parser.add_argument("--tasks", default="code,prose")
-    parser.add_argument("--prompts", type=count, default=3)
-    parser.add_argument("--tokens", type=count, default=96)
+    parser.add_argument("--prompts", type=positive, default=3)
+    parser.add_argument("--tokens", type=positive, default=96)
     parser.add_argument("--sixteen", action="store_true", help="on 16 host devices")
     parser.add_argument(
         "--led_only",

@@ -26,6 +26,7 @@ from pipeline.text import Text
 from pipeline.training_loop import Prefetch, Share
 from pipeline.training_settings import Batch, Execution, ModelSpec
 from pipeline.training_step import Job, compiled_bytes, expected_bytes
+from tools.bench_arguments import positive
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _WARM_UP = 3
@@ -49,9 +50,9 @@ TARGET = TransformerShape(
 def train(argv: Sequence[str]) -> None:
     """The benchmark's command line."""
     parser = argparse.ArgumentParser(prog="tools/bench.py train", description=__doc__)
-    parser.add_argument("--steps", type=int, default=30, help="steps to measure")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=positive, default=30, help="steps to measure")
+    parser.add_argument("--rows", type=positive, default=8)
+    parser.add_argument("--length", type=positive, default=128)
     parser.add_argument("--keep", choices=("everything", "products", "inputs"), default="products")
     parser.add_argument("--unrolled", action="store_true", help="layers without a scan")
     flags = parser.parse_args(argv)
